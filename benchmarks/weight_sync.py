@@ -33,7 +33,8 @@ from sync_ranks import GATHER, Sync, TrainingRanks
 
 from megagrpo.errors import Problem, WeightSyncError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
-from megagrpo.recipe.schema import EngineLayoutConfig
+from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
+from megagrpo.rollout.engine import ServerSpec
 from megagrpo.rollout.sglang.arguments import server_arguments, server_environment
 from megagrpo.rollout.sglang.client import Endpoint, SglangClient
 from megagrpo.rollout.sglang.server import Server
@@ -165,19 +166,23 @@ class Engine:
         self.layout = EngineLayoutConfig(tensor=tensor)
         arch = read_architecture(directory)
         self.manifests = [sglang.manifest(arch, self.layout, rank, DTYPE, kind) for rank in range(tensor)]
-        arguments = server_arguments(
+        options: dict[str, Any] = {} if kind == "cpu" else {"mem_fraction_static": 0.4, "disable_cuda_graph": True}
+        spec = ServerSpec(
+            name="engine 0",
+            log=CACHE / "server.log",
+            settings=SglangConfig(**options),
             model_directory=str(directory),
             layout=self.layout,
             dtype=DTYPE,
             device=kind,
             requests_at_once=4,
             tokens_per_request=64,
-            longest_pause_seconds=TIMEOUT_SECONDS,
-            options={} if kind == "cpu" else {"mem_fraction_static": 0.4, "disable_cuda_graph": True},
+            threads=os.cpu_count() or 1,
+            pause_seconds=TIMEOUT_SECONDS,
         )
-        environment = server_environment(kind, tensor, threads=os.cpu_count() or 1) | devices.environment
+        environment = server_environment(kind, tensor, spec.threads) | devices.environment
         with ExitStack() as unready:
-            self._server = Server(arguments, name="engine 0", log=CACHE / "server.log", environment=environment)
+            self._server = Server(server_arguments(spec), name=spec.name, log=spec.log, environment=environment)
             unready.callback(self._server.close)
             self._server.wait_until_ready(START_SECONDS)
             unready.pop_all()

@@ -60,7 +60,7 @@ def ask_engine(actor: Any, method: str, *arguments: Any) -> ray.ObjectRef[Any]:
 
 @ray.remote(max_restarts=0, concurrency_groups={"requests": 1, "samples": 1})
 class EngineActor:
-    """The actor of an Engine (rollout/engine.py), for the driver: `call` calls it, and `update` three of its methods.
+    """The actor of an Engine (rollout/engine.py), for the driver, which calls it by `call`.
 
     Separate threads take requests and return samples, even while an update is open.
     """
@@ -118,15 +118,6 @@ class EngineActor:
     def call(self, method: str, *arguments: Any) -> Any:
         """Calls another method of the engine and returns its answer."""
         return getattr(self.engine, method)(*arguments)
-
-    def update(self, version: int) -> Sequence[Mapping[str, int]]:
-        """Receives a whole update and returns, by engine rank, the digests of what arrived.
-
-        The driver compares them before it calls commit_update.
-        """
-        self.engine.begin_update(version)
-        self.engine.receive(version)
-        return self.engine.end_update(version)
 
     def close(self) -> None:
         self.engine.close()
@@ -189,7 +180,7 @@ class EngineNodeActor:
         return ray.util.get_node_ip_address()
 
     def start(self, node: EngineNode) -> None:
-        self.server = self.spec.recipe.rollout.kind.server(replace(self.spec, node=node))
+        self.server = self.spec.recipe.rollout.kind.server(replace(self.spec, node=node).server)
 
     def wait_for_end(self) -> Problem:
         """Returns once the server process has ended, with the end of its log."""
@@ -208,7 +199,7 @@ class EngineNodeActor:
 def make_engine(spec: EngineSpec, other_nodes: Sequence[Any] = ()) -> Engine:
     """Makes the engine of a spec, ready to generate on return. Raises ModelError or EngineError."""
     kind = spec.recipe.rollout.kind
-    server = _server_on_nodes(spec, other_nodes) if other_nodes else kind.server(spec)
+    server = _server_on_nodes(spec, other_nodes) if other_nodes else kind.server(spec.server)
     try:
         return kind.engine(spec, server)
     except MegagrpoError:
@@ -225,7 +216,7 @@ def _server_on_nodes(spec: EngineSpec, others: Sequence[Any]) -> Server:
     addresses = (here, *ray.get([other.address.remote() for other in others]))
     meeting, port = StoreHost(here), free_port(here)
     nodes = [EngineNode(rank, len(addresses), meeting.address, port, addresses) for rank in range(len(addresses))]
-    server: Server = spec.recipe.rollout.kind.server(replace(spec, node=nodes[0]))
+    server: Server = spec.recipe.rollout.kind.server(replace(spec, node=nodes[0]).server)
     starting = [other.start.remote(node) for other, node in zip(others, nodes[1:], strict=True)]
     watch = threading.Thread(target=_end_with, args=(server, spec.name, others, starting, meeting), daemon=True)
     watch.start()

@@ -11,9 +11,8 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -24,10 +23,10 @@ from megagrpo.cluster.waiting import end_actors, wait_for
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.processes import importing
 from megagrpo.recipe.defaults import run_directory
-from megagrpo.recipe.schema import ClassifierConfig, EngineLayoutConfig, GenerativeConfig, Recipe
+from megagrpo.recipe.schema import ClassifierConfig, EngineLayoutConfig, Recipe
 from megagrpo.reward.executors import Served
 from megagrpo.reward.judging.client import Conversation, HttpEndpoint, Reply
-from megagrpo.rollout.sglang.arguments import judge_arguments, server_environment
+from megagrpo.rollout.engine import ServerSpec
 
 if TYPE_CHECKING:  # torch follows prepare_process
     from megagrpo.cluster.classifier import Classifier
@@ -39,36 +38,19 @@ HEALTH_SECONDS = 60.0
 RETRY_SECONDS = 60.0
 """Pause before a server that could not start is retried."""
 CLOSE_SECONDS = 15.0
-
-
-Config = TypeVar("Config", bound=ClassifierConfig | GenerativeConfig)
-
-
-@dataclass(frozen=True)
-class ModelSpec(Generic[Config]):
-    """The settings from which an actor makes its model. gpus: those of the model, as its node names them."""
-
-    recipe: Recipe
-    name: str
-    config: Config
-    directory: Path
-    device: str
-    gpus: tuple[int | str, ...]
-
-    @property
-    def dtype(self) -> str:
-        if self.config.dtype != "auto":
-            return self.config.dtype
-        return "bfloat16" if self.device == "cuda" else "float32"
+Gpus = Sequence[int | str]
+"""The GPUs of a model, as its node names them."""
 
 
 @ray.remote(max_restarts=RESTARTS_MAX, max_task_retries=1)
 class ClassifierActor:
     """A classifier, which the driver asks. The first call to a new or restarted actor loads the model."""
 
-    def __init__(self, spec: ModelSpec[ClassifierConfig]) -> None:
-        prepare_process(spec.device, spec.recipe, spec.gpus)
-        self._spec = spec
+    def __init__(self, recipe: Recipe, gpus: Gpus, name: str, directory: Path, device: str, dtype: str) -> None:
+        prepare_process(device, recipe, gpus)
+        self._config: Any = recipe.reward.models[name]
+        self._directory, self._device, self._dtype = directory, device, dtype
+        self._one_by_one = bool(recipe.deterministic)
         self._classifier: Classifier | None = None
 
     def ready(self) -> None:
@@ -86,20 +68,19 @@ class ClassifierActor:
             with importing():
                 from megagrpo.cluster.classifier import Classifier
 
-            spec, alone = self._spec, bool(self._spec.recipe.deterministic)
-            self._classifier = Classifier(
-                spec.directory, spec.config, device=spec.device, dtype=spec.dtype, one_by_one=alone
-            )
+            on: dict[str, Any] = {"device": self._device, "dtype": self._dtype, "one_by_one": self._one_by_one}
+            self._classifier = Classifier(self._directory, self._config, **on)
         return self._classifier
 
 
 @ray.remote(max_restarts=RESTARTS_MAX, max_task_retries=1)
 class JudgeActor:
-    """An SGLang server on this node, and the requests to it: it listens on loopback alone."""
+    """A server on this node, and the requests to it: it listens on loopback alone."""
 
-    def __init__(self, spec: ModelSpec[GenerativeConfig]) -> None:
-        prepare_process(spec.device, spec.recipe, spec.gpus)
-        self._spec = spec
+    def __init__(self, recipe: Recipe, gpus: Gpus, name: str, directory: Path, device: str, dtype: str) -> None:
+        prepare_process(device, recipe, gpus)
+        self._spec = judge_spec(recipe, name, directory, device, dtype)
+        self._start_seconds = recipe.cluster.start_timeout_seconds
         self._server: Server | None = None
         self._endpoint: HttpEndpoint | None = None
         self._starting = asyncio.Lock()
@@ -158,33 +139,34 @@ class JudgeActor:
         self._server = self._endpoint = None
 
     def _start(self) -> Server:
-        from megagrpo.rollout.sglang.server import Server
-
-        spec, config = self._spec, self._spec.config
         if self._closed.is_set():
-            raise EngineError(Problem(f"reward model {spec.name}", "the run has ended"))
-        arguments = judge_arguments(
-            model_directory=str(spec.directory),
-            layout=EngineLayoutConfig(tensor=config.devices),
-            dtype=spec.dtype,
-            device=spec.device,
-            requests_at_once=config.requests_at_once,
-            tokens_per_request=config.tokens_max,
-            options=config.sglang.model_extra or {},
-        )
-        server = Server(
-            arguments,
-            name=f"reward model {spec.name}",
-            log=(run_directory(spec.recipe) / "logs" / f"reward_model_{spec.name}.log").absolute(),
-            python=config.sglang.python,
-            environment=server_environment(spec.device, config.devices, max(1, (os.cpu_count() or 1) // 2)),
-        )
+            raise EngineError(Problem(self._spec.name, "the run has ended"))
+        server: Server = self._spec.settings.engine_kind.server(self._spec)
         try:
-            server.wait_until_ready(spec.recipe.cluster.start_timeout_seconds)
+            server.wait_until_ready(self._start_seconds)
         except EngineError:
             server.close()
             raise
         return server
+
+
+def judge_spec(recipe: Recipe, name: str, directory: Path, device: str, dtype: str) -> ServerSpec:
+    """Returns the spec of a judge's server on this node: an engine's, which keeps its weights and answers chats."""
+    config: Any = recipe.reward.models[name]
+    return ServerSpec(
+        name=f"reward model {name}",
+        log=(run_directory(recipe) / "logs" / f"reward_model_{name}.log").absolute(),
+        settings=config.sglang,
+        model_directory=str(directory),
+        layout=EngineLayoutConfig(tensor=config.devices),
+        dtype=dtype,
+        device=device,
+        requests_at_once=config.requests_at_once,
+        tokens_per_request=config.tokens_max,
+        threads=max(1, (os.cpu_count() or 1) // 2),
+        keeps_weights=True,
+        answers_chats=True,
+    )
 
 
 class RewardModels:
@@ -194,13 +176,14 @@ class RewardModels:
         self._runtime, self._recipe = runtime, recipe
         self._actors: dict[str, Any] = {}
         for number, (name, config) in enumerate(recipe.reward.models.items()):
-            bundles = runtime.devices.bundles_of_model[number]
+            bundles, directory = runtime.devices.bundles_of_model[number], directories[name].absolute()
             gpus = tuple(place.device for place in runtime.places_of(bundles) if place.device is not None)
             on_cpu = isinstance(config, ClassifierConfig) and config.device == "cpu"
             device = "cpu" if on_cpu else runtime.device
-            spec = ModelSpec(recipe, name, config, directories[name].absolute(), device, gpus)
+            dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
             actor_class = ClassifierActor if isinstance(config, ClassifierConfig) else JudgeActor
-            self._actors[name] = runtime.start(actor_class, bundles, 1.0, spec)
+            of_model = recipe, gpus, name, directory, device, dtype
+            self._actors[name] = runtime.start(actor_class, bundles, 1.0, *of_model)
         self._starting = {f"reward model {name}": actor.ready.remote() for name, actor in self._actors.items()}
 
     def wait_until_ready(self) -> None:

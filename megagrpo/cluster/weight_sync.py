@@ -200,7 +200,7 @@ class WeightSync:
         self._rollouts.hold(engines)
         self._host.open(version, destinations)
         sending = {name: actor.send_weights.remote(version, destinations) for name, actor in ranks.items()}
-        updating = {name: actor.update.remote(version) for name, actor in engines.items()}
+        updating = {name: ask_engine(actor, "update", version) for name, actor in engines.items()}
         given_up: list[Problem] = []
 
         def give_up(reason: str) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
-import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,13 +15,12 @@ from megagrpo.checkpoint.store import MANIFEST
 from megagrpo.convert.merge_lora import merge_lora
 from megagrpo.convert.source import CONFIG, open_source, trainer_state, training_checkpoint
 from megagrpo.convert.targets import to_hugging_face
-from megagrpo.errors import EngineError, PreflightError, Problem, UnusableCheckpointError
+from megagrpo.errors import PreflightError, Problem, UnusableCheckpointError
 from megagrpo.preflight.model import model_directory, tokenizer_directory
 from megagrpo.recipe.defaults import device_here, dtype_name
-from megagrpo.recipe.schema import EngineLayoutConfig, Recipe, SglangConfig
+from megagrpo.recipe.schema import EngineLayoutConfig, Recipe
+from megagrpo.rollout.kinds import ENGINES
 
-SERVER_SECONDS = 60.0
-"""Timeout of a server's /model_info."""
 IDENTIFYING = ("*.safetensors", "*.json", "*.jinja")
 OF_SERVER = ("model_path", "weight_version", "load_format")
 
@@ -106,8 +103,9 @@ class CheckpointModel(EvaluatedModel):
 
 @dataclass(frozen=True)
 class ServedModel(EvaluatedModel):
-    """A running SGLang server. Its tokenizer is that of the recipe's model. `info`: its /model_info."""
+    """A running server. Its tokenizer is that of the recipe's model. `info`: its answer about its model."""
 
+    engine: str
     info: Mapping[str, Any]
     api_key_variable: str | None = None
 
@@ -118,19 +116,20 @@ class ServedModel(EvaluatedModel):
         return _tokenizer(recipe, model_directory(recipe, plan_only=False))
 
     def recipe(self, recipe: Recipe, directory: Path) -> Recipe:
+        rollout, sections = recipe.rollout, {kind.settings for kind in ENGINES.values() if kind.settings}
         engine = {
-            "engine": "external",
+            "engine": self.engine,
             "engines": 1,
             "urls": [self.given],
             "api_key_variable": self.api_key_variable,
             "layout": EngineLayoutConfig(),
-            "sglang": SglangConfig(),
             "quantization": None,
+            **{section: type(rollout).model_fields[section].default for section in sections},
         }
         device = recipe.cluster.device if recipe.reward.models else "cpu"  # no GPU is needed here
         cluster = recipe.cluster.model_copy(update={"device": device, "placement": "colocated"})
         return recipe.model_copy(
-            update={"rollout": recipe.rollout.model_copy(update=engine), "cluster": cluster, "deterministic": False}
+            update={"rollout": rollout.model_copy(update=engine), "cluster": cluster, "deterministic": False}
         )
 
 
@@ -138,9 +137,13 @@ def evaluated_model(given: str, recipe: Recipe, api_key_variable: str | None = N
     """Returns the model at this path, hub id or URL. Raises MegagrpoError if nothing there can be evaluated."""
     if given.startswith(("http://", "https://")):
         variable = api_key_variable or recipe.rollout.api_key_variable
-        return ServedModel(given, _server_info(given, variable), variable)
+        key = os.environ.get(variable, "") if variable else ""
+        name, kind = next(one for one in ENGINES.items() if not one[1].started_by_us)
+        return ServedModel(given, name, kind.served_model(given, key), variable)
     if not recipe.rollout.kind.started_by_us:
-        needed, fix = f"transformers or sglang: engines that load {given}", "add rollout.engine=sglang to the command"
+        loading = [name for name, kind in ENGINES.items() if kind.started_by_us]
+        needed = f"{' or '.join(loading)}: engines that load {given}"
+        fix = f"add rollout.engine={loading[-1]} to the command"
         raise PreflightError(Problem("rollout.engine", recipe.rollout.engine, needed, fix))
     path = Path(given)
     if not path.is_dir() or (path / CONFIG).is_file():
@@ -179,16 +182,3 @@ def model_identity(given: str, directory: Path) -> dict[str, Any]:
     paths = sorted({path for pattern in IDENTIFYING for path in directory.glob(pattern)})
     files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
     return {"path": str(directory.absolute()), "files": files}
-
-
-def _server_info(url: str, variable: str | None) -> Mapping[str, Any]:
-    """Returns the /model_info of an SGLang server. Raises EngineError if none answers there."""
-    key = os.environ.get(variable, "") if variable else ""
-    try:
-        request = urllib.request.Request(f"{url.rstrip('/')}/model_info", headers={"Authorization": f"Bearer {key}"})
-        with urllib.request.urlopen(request, timeout=SERVER_SECONDS) as answer:
-            info = json.load(answer)
-    except (OSError, ValueError) as error:
-        fix = "check the URL; --api-key-variable names the environment variable with the server's key"
-        raise EngineError(Problem(url, f"/model_info: {error}", "a running SGLang server", fix)) from None
-    return info if isinstance(info, dict) else {}

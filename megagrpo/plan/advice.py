@@ -14,7 +14,7 @@ from megagrpo.errors import Problem
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.assumptions import longest_sequence, minibatch_sequences
 from megagrpo.plan.case import Case
-from megagrpo.plan.engine import EngineMemory, engine_memory
+from megagrpo.plan.engine import EngineMemory
 from megagrpo.plan.memory import DeviceMemory, saved_bytes
 from megagrpo.plan.parameters import total_parameters
 from megagrpo.plan.schedules import ASYNC, ONE_STEP_OFF, ScheduleTime, allowed
@@ -78,7 +78,7 @@ def _engine(case: Case) -> EngineMemory | None:
     of = case.recipe
     if case.card_bytes is None or isinstance(of, SftRecipe) or of.rollout.devices_of_engine == 0:
         return None
-    return engine_memory(case)
+    return of.rollout.kind.memory(case)
 
 
 def node_problems(recipe: AnyRecipe) -> Iterator[Problem]:

@@ -20,7 +20,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.activations import Pass
 from megagrpo.plan.assumptions import longest_sequence, minibatch_sequences
 from megagrpo.plan.case import Case
-from megagrpo.plan.engine import GIB, MIB, EngineMemory, engine_memory
+from megagrpo.plan.engine import GIB, MIB, EngineMemory
 from megagrpo.plan.parameters import (
     BLOCK_ELEMENT_BYTES,
     RankParameters,
@@ -106,7 +106,7 @@ def memory(case: Case) -> Iterator[DeviceMemory]:
     """Yields an entry for each kind of device, in their order. Assumes all sequences as long as allowed."""
     recipe, planned, pipeline, engine = case.recipe, case.device_plan, case.layout.pipeline, None
     if isinstance(recipe, Recipe) and recipe.rollout.kind.started_by_us:
-        engine = engine_memory(case)
+        engine = recipe.rollout.kind.memory(case)
     ranks = len(planned.bundle_of_rank)
     for (stage, count), devices in _kinds(planned.bundles, ranks, pipeline, planned.bundles_of_engine).items():
         names: list[str] = []
@@ -404,24 +404,18 @@ def mapping_processes(case: Case, engines: int) -> int:
 def _engine_parts(case: Case, held: EngineMemory, phase: str, count: int, beside_training: bool) -> Iterator[Part]:
     """Yields all parts of the ranks of `count` engines on one device in a phase."""
     recipe, on_cuda = case.grpo, case.device == "cuda"
-    server, saves = recipe.rollout.kind.starts_servers, recipe.rollout.kind.releases_memory(recipe.rollout)
+    saves = recipe.rollout.kind.releases_memory(recipe.rollout)
     released = saves and recipe.cluster.placement == "colocated" and phase != "rollout"
-    idle = server and beside_training and phase != "rollout"
-    saver = ("rollout.sglang.enable_memory_saver",) if idle else ()
     fewer = ("rollout.engines",) if count > 1 else ()
+    if beside_training and phase != "rollout":
+        fewer = (*held.freed_by, *fewer)
     if not released or phase == "weight_sync":
-        smaller = "rollout.layout.tensor" if server else "rollout.engine"
-        yield Part("engine weights", count * held.weights, (*saver, *fewer, smaller))
-    if server and not released:
-        lowered = "rollout.sglang.mem_fraction_static" if on_cuda else "rollout.sglang.max_total_tokens"
-        yield Part("engine cache", count * held.cache, (*saver, *fewer, lowered))
-    elif not server and (on_cuda or phase == "rollout"):  # on GPUs torch's allocator keeps what was freed
-        lowered = "rollout.requests_at_once"
-        yield Part("engine cache", count * held.cache, (*fewer, lowered, "rollout.response_tokens_max"))
+        yield Part("engine weights", count * held.weights, (*fewer, *held.weights_lowered_by))
+    if not released and (held.reserved or on_cuda or phase == "rollout"):  # torch's allocator keeps what was freed
+        yield Part("engine cache", count * held.cache, (*fewer, *held.cache_lowered_by))
     if on_cuda:
-        nccl = ENGINE_NCCL_BYTES if server and recipe.rollout.layout.tensor > 1 else 0
-        lowered = "rollout.sglang.chunked_prefill_size" if server else "rollout.requests_at_once"
-        yield Part("engine graphs, activations", count * held.working, (lowered,))
+        nccl = ENGINE_NCCL_BYTES if recipe.rollout.layout.tensor > 1 else 0
+        yield Part("engine graphs, activations", count * held.working, held.working_lowered_by)
         yield Part("engine context, NCCL", count * (CONTEXT_BYTES + nccl))
     if phase == "weight_sync" and (buckets := bucket_bytes(recipe, held.weights)):
         yield Part("engine sync buckets", count * buckets, ("weights.bucket_bytes",))

@@ -1,4 +1,4 @@
-"""Parameters of a model, of a pipeline stage's ranks and of an engine's ranks, and the published models to plan for.
+"""Parameters of a model and of a pipeline stage's ranks, and the published models to plan for.
 
 One layer of each kind is counted, in the shapes that the weights' sides load, and multiplied by the number of layers.
 """
@@ -15,12 +15,11 @@ from pathlib import Path
 
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, layers_of_chunk
 from megagrpo.plan.units import spans
-from megagrpo.recipe.schema import EngineLayoutConfig, LoraConfig
-from megagrpo.weights.blocks import BLOCK, lacking_manifest
+from megagrpo.recipe.schema import LoraConfig
+from megagrpo.weights.blocks import BLOCK, QUANTIZED, lacking_manifest, quantized_shapes
 from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.families import FAMILIES, tensors_of
+from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture, Tensor
-from megagrpo.weights.sides import sglang
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 
 CONFIGS = Path(__file__).with_name("configs")
@@ -63,7 +62,7 @@ def _elements(arch: Architecture) -> tuple[int, int]:
 def _counted(arch: Architecture) -> Iterator[tuple[Tensor, int]]:
     """Yields the tensors outside of layers and of one layer of each kind, with the elements of all such layers."""
     dense, sparse = layer_counts(arch, range(arch.layers))
-    for tensor in tensors_of(_sample(arch)):
+    for tensor in tensors_of(sample_of(arch)):
         if not (tensor.role == "head" and arch.tied_embeddings):
             times = 1 if tensor.layer is None else dense if dense and tensor.layer == 0 else sparse
             yield tensor, times * prod(tensor.shape)
@@ -79,7 +78,7 @@ def layer_counts(arch: Architecture, layers: Iterable[int]) -> tuple[int, int]:
     return dense, total - dense
 
 
-def _sample(arch: Architecture, experts: int | None = None) -> Architecture:
+def sample_of(arch: Architecture, experts: int | None = None) -> Architecture:
     """Returns the same model with a head of its own and one layer of each kind, with `experts` experts if given."""
     layers, kind = 1, arch.experts
     if kind is not None:
@@ -175,8 +174,8 @@ def _manifest(sample: Architecture, cuts: ParallelLayout, fused: bool, rank: int
 def _training_shard(
     arch: Architecture, cuts: ParallelLayout, fused: bool
 ) -> tuple[dict[str, int], tuple[tuple[int, int], tuple[int, int]]]:
-    """Returns `_shard` of a training rank."""
-    return _shard(arch, _manifest(_sample(arch, experts=cuts.expert), cuts, fused), cuts.expert)
+    """Returns `shard_of` of a training rank."""
+    return shard_of(arch, _manifest(sample_of(arch, experts=cuts.expert), cuts, fused), cuts.expert)
 
 
 @lru_cache(maxsize=256)
@@ -187,7 +186,7 @@ def matrices(
     have, and of routed experts."""
     counts = layer_counts(arch, stages(arch.layers, layout)[stage].layers)
     dense, experts = list[int](), list[int]()
-    for name, sparse, shape in _by_layer(arch, _manifest(_sample(arch), _cuts(layout), fused)):
+    for name, sparse, shape in _by_layer(arch, _manifest(sample_of(arch), _cuts(layout), fused)):
         if sparse is not None and len(shape) == 2:
             (experts if ".experts." in name else dense).extend([prod(shape)] * counts[sparse])
     return tuple(sorted(dense, reverse=True)), tuple(sorted(experts, reverse=True))
@@ -199,18 +198,6 @@ def largest_share(sizes: Sequence[int], ranks: int) -> int:
     for size in sizes:
         heapreplace(held, held[0] + size)
     return max(held)
-
-
-@lru_cache(maxsize=1024)
-def engine_blocks(arch: Architecture, layout: EngineLayoutConfig) -> tuple[int, int]:
-    """Returns the elements in blocks on one rank of a quantised SGLang engine: of a layer with an MLP, and of one with
-    experts."""
-    sample, one_stage = _sample(arch, layout.tensor), layout.model_copy(update={"pipeline": 1})
-    held, shapes = sglang.manifest(sample, one_stage, 0, "float32", "cuda"), sglang.quantized_shapes(sample)
-    names = {its.storage for its in held.placements if its.box.tensor in shapes}
-    blocks = replace(held, storages={name: held.storages[name] for name in names})
-    _, (plain, sparse) = _shard(replace(arch, hidden=0), blocks, layout.tensor)  # no part of it is a router
-    return sum(plain), sum(sparse)
 
 
 @dataclass(frozen=True)
@@ -240,34 +227,11 @@ def model_bytes(arch: Architecture, item_bytes: int, *, quantized: bool) -> Weig
     for tensor, elements in _counted(arch):
         if tensor.expert is not None:
             continue
-        element_bytes = BLOCK_ELEMENT_BYTES if quantized and tensor.role in sglang.QUANTIZED else item_bytes
+        element_bytes = BLOCK_ELEMENT_BYTES if quantized and tensor.role in QUANTIZED else item_bytes
         whole = "whole" if ON_EVERY_RANK.search(tensor.role) else "attention"
         shared["mlp" if tensor.role in SHARED_BY_ALL else whole] += elements * element_bytes
     experts = expert_parameters(arch) * (BLOCK_ELEMENT_BYTES if quantized else item_bytes)
     return WeightBytes(**shared, experts=experts)
-
-
-@lru_cache(maxsize=1024)
-def engine_rank_parameters(arch: Architecture, layout: EngineLayoutConfig, device: str) -> tuple[int, ...]:
-    """Returns the elements of all parameters of one SGLang rank, for each pipeline stage. Raises ModelError if SGLang
-    cannot hold the model so."""
-    one_stage = layout.model_copy(update={"pipeline": 1})
-    sample = sglang.manifest(_sample(arch, layout.tensor), one_stage, 0, "float32", device)
-    outside, layers = _shard(arch, sample, layout.tensor)
-    biases = arch.experts.count - layout.tensor if arch.experts and arch.experts.router else 0  # parameters in SGLang
-    of_stages = []
-    for stage in range(layout.pipeline):
-        first, last = stage == 0, stage == layout.pipeline - 1
-        dense, sparse = layer_counts(arch, sglang.stage_layers(arch.layers, stage, layout.pipeline))
-        held = dense * sum(layers[0]) + sparse * (sum(layers[1]) + biases)
-        held += outside["model.embed_tokens.weight"] if first else 0
-        held += outside["model.norm.weight"] if last else 0
-        if arch.tied_embeddings:
-            held += outside["model.embed_tokens.weight"] if last and not first else 0
-        elif last or FAMILIES[arch.family].sglang.head_on_every_stage:
-            held += outside["lm_head.weight"]
-        of_stages.append(held)
-    return tuple(of_stages)
 
 
 def fetched_elements(arch: Architecture, layout: ParallelLayout, stage: int, fused: bool) -> int:
@@ -280,8 +244,8 @@ def fetched_elements(arch: Architecture, layout: ParallelLayout, stage: int, fus
 @lru_cache(maxsize=256)
 def _fetched_in_layers(arch: Architecture, cuts: ParallelLayout, fused: bool) -> list[list[int]]:
     """Returns, by tensor rank, the elements that it fetches for a layer with an MLP, and for one with experts."""
-    sample = _sample(arch, experts=cuts.expert)
-    shapes, copies = sglang.quantized_shapes(sample), arch.experts.count // cuts.expert if arch.experts else 1
+    sample = sample_of(arch, experts=cuts.expert)
+    shapes, copies = quantized_shapes(sample), arch.experts.count // cuts.expert if arch.experts else 1
     fetched = [[0, 0] for _ in range(cuts.tensor)]
     for rank, layers in enumerate(fetched):
         for name, sparse, shape in _by_layer(arch, lacking_manifest(_manifest(sample, cuts, fused, rank), shapes)):
@@ -289,7 +253,7 @@ def _fetched_in_layers(arch: Architecture, cuts: ParallelLayout, fused: bool) ->
     return fetched
 
 
-def _shard(
+def shard_of(
     arch: Architecture, sample: Manifest, experts: int
 ) -> tuple[dict[str, int], tuple[tuple[int, int], tuple[int, int]]]:
     """Returns the elements outside of layers by name, and those of one layer with an MLP and of one with experts. The
@@ -309,7 +273,7 @@ def _shard(
 
 
 def _by_layer(arch: Architecture, sample: Manifest) -> Iterator[tuple[str, bool | None, tuple[int, ...]]]:
-    """Yields the name and shape of each storage of a `_sample`, with the kind of its layer: True with experts, False
+    """Yields the name and shape of each storage of a `sample_of`, with the kind of its layer: True with experts, False
     with an MLP, None outside of layers."""
     for name, storage in sample.storages.items():
         layer = re.search(r"\blayers\.(\d+)\.", name)

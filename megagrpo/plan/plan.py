@@ -310,7 +310,7 @@ def _summary(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "vocabulary", f"{architecture.vocab}{padding}, {padded // tensor} on each tensor rank"
     yield from _of_sft(recipe, epoch_rows) if isinstance(recipe, SftRecipe) else _of_grpo(recipe, epoch_rows)
     yield "checkpoints", f"every {recipe.checkpoint.every_steps} steps, in {checkpoint_directory(recipe)}"
-    if isinstance(recipe, Recipe) and recipe.rollout.kind.starts_servers:
+    if isinstance(recipe, Recipe) and recipe.rollout.kind.starts_without_weights:
         read, engines = parameters * plan.item_bytes, recipe.rollout.engines
         seconds = second_text(engines * read / plan.assumptions.disk_bytes_per_second)
         spared = f"spares {byte_text(engines * read)} and {seconds} of reading"

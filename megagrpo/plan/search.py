@@ -24,11 +24,10 @@ from megagrpo.plan.time import StepTime, step_time, training_phases
 from megagrpo.plan.units import byte_text
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.model_rules import critic_problems, divisors, model_problems
-from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, Recipe, SftRecipe
 from megagrpo.recipe.schema.schedule import ScheduleConfig, SyncConfig
 from megagrpo.recipe.schema.train import RecomputeConfig, RecomputeModule
 from megagrpo.section import Section, broken_rules, tree_of
-from megagrpo.weights.families import FAMILIES
 from megagrpo.weights.families.architecture import Architecture
 
 LAYOUTS_KEPT, SAVINGS_KEPT, SHOWN = 24, 6, 5
@@ -42,7 +41,6 @@ CHUNKS = (1, 2, 4)
 # never among the fastest, and searching them takes 8 and 22 % more candidates. A pipeline makes no token faster.
 ENGINE_NODES, NODE_ENGINE_BYTES = (2, 4), 40e9
 MEMORY_SHARES = (0.5, 0.65, 0.8)
-SGLANG = "rollout.sglang"
 
 Kind = TypeVar("Kind", bound=Section)
 Values = Mapping[str, Any]
@@ -238,7 +236,9 @@ def legal(case: Case, checked: AnyRecipe | None = None) -> bool:
 
 def _splits_badly(recipe: AnyRecipe, arch: Architecture) -> bool:
     rollout = recipe.rollout if isinstance(recipe, Recipe) else None
-    return rollout is not None and any(rollout.kind.split_problems(arch, rollout.layout, "cuda", rollout.quantization))
+    if rollout is None or not rollout.kind.splits:
+        return False
+    return bool(rollout.kind.side.split_problems(arch, rollout.layout, "cuda", rollout.quantization))
 
 
 def _layouts_with_every_saving(run: _Run) -> Iterator[Values]:
@@ -259,7 +259,7 @@ def _layouts_with_every_saving(run: _Run) -> Iterator[Values]:
     possible = list(layouts(run.case, run.gpus))
     small = [values for values in possible if least(values) <= run.card_bytes]
     for values in small or sorted(possible, key=least)[:LAYOUTS_KEPT]:
-        yield placed({**values, **savings(run.case, values)[0], **engine}, colocated=True)
+        yield placed(recipe, {**values, **savings(run.case, values)[0], **engine}, colocated=True)
 
 
 def _first_engine(run: _Run) -> Values:
@@ -286,7 +286,7 @@ def _engines_of(run: _Run, fitting: Sequence[_Candidate]) -> Iterator[Values]:
         values, data = candidate.values, candidate.values["train.layout.data"]
         for engine in engines(run.case, gpus, colocated=True):
             for offload in offloads(recipe):
-                yield placed({**values, **engine, "train.offload": offload}, colocated=True)
+                yield placed(recipe, {**values, **engine, "train.offload": offload}, colocated=True)
         for sampling in engine_gpus(recipe, gpus):
             fewer, rest = divmod(data * (gpus - sampling), gpus)
             if fewer == 0 or rest:
@@ -294,10 +294,10 @@ def _engines_of(run: _Run, fitting: Sequence[_Candidate]) -> Iterator[Values]:
             for engine in engines(run.case, sampling, colocated=False):
                 for recompute in recomputes(run.case, values):
                     apart = {**values, **engine, "train.layout.data": fewer, "train.recompute": recompute}
-                    yield placed(apart, colocated=False)
+                    yield placed(recipe, apart, colocated=False)
     if fitting and plan_devices(recipe, "cuda").bundles == gpus:
         as_it_is = {path: value_at(recipe, path) for path in fitting[0].values}
-        yield {path: value for path, value in as_it_is.items() if value is not None or not path.startswith(SGLANG)}
+        yield {path: value for path, value in as_it_is.items() if value is not None or path not in beside_ranks(recipe)}
 
 
 def _reason(recipe: AnyRecipe, time: StepTime, held: Sequence[DeviceMemory], card: int) -> str:
@@ -420,10 +420,10 @@ def engines(case: Case, gpus: int, *, colocated: bool) -> list[Values]:
     recipe, architecture = case.recipe, case.architecture
     if isinstance(recipe, SftRecipe) or not recipe.rollout.kind.started_by_us:
         return [{}]
-    if not recipe.rollout.kind.splits:
+    kind, quantization = recipe.rollout.kind, recipe.rollout.quantization
+    if not kind.splits:
         return [{"rollout.engines": gpus}]
-    saver = {f"{SGLANG}.enable_memory_saver": True}
-    shares = [{**saver, f"{SGLANG}.mem_fraction_static": share} for share in MEMORY_SHARES] if colocated else [{}]
+    shares = [kind.beside_training(share) for share in MEMORY_SHARES] if colocated else [{}]
     per_node, layout = recipe.cluster.gpus_per_node, "rollout.layout"
     sizes = [
         {f"{layout}.tensor": tensor, f"{layout}.expert": expert, f"{layout}.attention_data": 1, f"{layout}.pipeline": 1}
@@ -434,9 +434,10 @@ def engines(case: Case, gpus: int, *, colocated: bool) -> list[Values]:
         # Ranks of a node share the attention; experts are dealt out over all nodes, other models' layers.
         for nodes in ENGINE_NODES:
             tensor = per_node * nodes if architecture.experts else per_node
-            groups = nodes if tensor > per_node and FAMILIES[architecture.family].sglang.attention_groups else 1
-            size = {"expert": tensor if architecture.experts else 1, "attention_data": groups}
+            size = {"expert": tensor if architecture.experts else 1, "attention_data": nodes}
             size |= {"tensor": tensor, "pipeline": per_node * nodes // tensor}
+            problems = kind.side.split_problems(architecture, EngineLayoutConfig(**size), "cuda", quantization)
+            size["attention_data"] = nodes if tensor > per_node and not problems else 1
             sizes.append({f"{layout}.{name}": parts for name, parts in size.items()})
     return [
         {**size, "rollout.engines": gpus // ranks, **share}
@@ -455,12 +456,18 @@ def engine_gpus(recipe: AnyRecipe, gpus: int) -> list[int]:
     return sorted(size for size in sizes if 0 < size < gpus)
 
 
-def placed(values: Values, *, colocated: bool) -> Values:
+def placed(recipe: AnyRecipe, values: Values, *, colocated: bool) -> Values:
     """Returns the values with the placement, and without those that only the other placement has."""
     placement = {"cluster.placement": "colocated" if colocated else "disaggregated", "cluster.engine_devices": None}
     if not colocated:
-        values = {path: value for path, value in values.items() if not path.startswith(SGLANG)} | {"train.offload": []}
+        shared = beside_ranks(recipe)
+        values = {path: value for path, value in values.items() if path not in shared} | {"train.offload": []}
     return {**values, **placement}
+
+
+def beside_ranks(recipe: AnyRecipe) -> Values:
+    """Returns the values that only engines beside training ranks have, of an engine with the whole GPU."""
+    return recipe.rollout.kind.beside_training(1.0) if isinstance(recipe, Recipe) else {}
 
 
 def changed(section: Kind, tree: Mapping[str, Any]) -> Kind:

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from megagrpo.plan.assumptions import Assumptions, Lengths
 from megagrpo.plan.case import Case
 from megagrpo.plan.communication import LinkUse, Seconds, added, sync_time
-from megagrpo.plan.engine import EngineSpeed, engine_memory
+from megagrpo.plan.engine import EngineSpeed
 from megagrpo.plan.memory import model_parts
 from megagrpo.plan.training_time import BatchSize, TrainingRanks
 from megagrpo.recipe.defaults import prompts_of_round, total_steps
@@ -228,11 +228,11 @@ class Sampling:
         engine = EngineSpeed(*given, quantized=rollout.quantization is not None)
         blocks = len(set(devices)) if devices[0] else rollout.engines
         at_once = float(rollout.kind.requests_at_once(recipe) * math.ceil(rollout.engines / blocks))
-        cache_tokens = engine_memory(case).cache_tokens
-        if rollout.kind.starts_servers and case.device == "cuda":
+        held = rollout.kind.memory(case)
+        if held.reserved and case.device == "cuda":
             # Responses whose keys and values fit. They end before they are longest: at their mean length.
-            at_once = min(at_once, max(1.0, cache_tokens / case.lengths.sequence))
-        kept = cache_tokens if rollout.kind.keeps_prefixes(rollout) else 0
+            at_once = min(at_once, max(1.0, held.cache_tokens / case.lengths.sequence))
+        kept = held.cache_tokens if rollout.kind.keeps_prefixes(rollout) else 0
         turns = Turns.of(case, blocks, at_once, kept)
         at_once = turns.conversations if turns else at_once
         return cls(engine, blocks, at_once, rollout.samples_per_prompt + recipe.algorithm.greedy_responses, turns)

@@ -25,7 +25,7 @@ from megagrpo.recipe.defaults import (
 )
 from megagrpo.recipe.kernels import LayerSpec, auto_problems
 from megagrpo.recipe.model_rules import divisors, either
-from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, Recipe
+from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, GenerativeConfig, Recipe
 from megagrpo.recipe.schema.rollout import RolloutConfig
 from megagrpo.recipe.schema.train import COMPILED
 from megagrpo.section import Rules, broken, problem
@@ -41,14 +41,14 @@ MUON = (
 
 WITHOUT_GPUS: Rules[RolloutConfig] = {
     "float8_without_gpus": lambda rollout: rollout.quantization,
-    "experts_without_gpus": lambda rollout: rollout.layout.expert > 1,
+    "experts_without_gpus": lambda rollout: rollout.kind.experts_need_gpus and rollout.layout.expert > 1,
 }
 
 
 def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None) -> Iterator[Problem]:
     """Yields problems of missing packages that the recipe switches on, and of wrong versions of all that the run uses.
 
-    A missing SGLang is reported by sglang_problems: the recipe may name another environment that has it.
+    A missing SGLang is reported by `engine_problems`: the recipe may name another environment that has it.
     """
     train, pip = recipe.train, "pip install megagrpo[{}]"
     rows: list[tuple[object, str, str, str, str]] = [
@@ -125,21 +125,26 @@ def megatron_problems(recipe: AnyRecipe, architecture: Architecture | None, plan
 
 
 def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only: bool) -> Iterator[Problem]:
-    """Yields problems of the engine's settings, of its servers' API key, and of splits that cannot hold the model."""
+    """Yields problems of settings of engines and of generative reward models, of the API key of servers, and of splits
+    that cannot hold the model."""
     rollout, kind = recipe.rollout, recipe.rollout.kind
-    yield from kind.problems(rollout, plan_only=plan_only)
+    yield from kind.problems(rollout, "rollout", "engine", plan_only=plan_only)
+    for name, model in recipe.reward.models.items():
+        if isinstance(model, GenerativeConfig):
+            where = f"reward.models.{name}"
+            yield from model.sglang.engine_kind.problems(model, where, "kind", plan_only=plan_only)
     variable = rollout.api_key_variable
     if variable is not None and not plan_only and not os.environ.get(variable):
         yield problem("key_of_servers", variable=variable)
     if not kind.splits:
         return  # without torch, which takes a second to import
-    device = _device(recipe, plan_only)  # SGLang supports more splits on GPUs
+    device, side = _device(recipe, plan_only), kind.side  # on GPUs, more splits may be supported
     if architecture:
         layouts = (EngineLayoutConfig(tensor=size) for size in divisors(architecture.heads))
         on = device, rollout.quantization
-        sizes = [layout.tensor for layout in layouts if not kind.split_problems(architecture, layout, *on)]
+        sizes = [layout.tensor for layout in layouts if not side.split_problems(architecture, layout, *on)]
         otherwise = "rollout.quantization: null" if rollout.quantization else "rollout.engine: transformers"
-        for found in kind.split_problems(architecture, rollout.layout, *on):
+        for found in side.split_problems(architecture, rollout.layout, *on):
             fix = f"rollout.layout.tensor of {either(sizes)}, with expert: 1" if sizes else otherwise
             yield replace(found, where=f"rollout.layout: {found.where}", fix=fix)
     if device == "cpu" and recipe.cluster.device == "auto":

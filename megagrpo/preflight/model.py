@@ -17,8 +17,7 @@ from megagrpo.errors import MegagrpoError, ModelError, PreflightError, Problem, 
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.model_rules import critic_problems
 from megagrpo.recipe.problems import nearest
-from megagrpo.recipe.schema import AnyRecipe, ClassifierConfig, GenerativeConfig, Recipe
-from megagrpo.rollout.sglang.arguments import sglang_problems
+from megagrpo.recipe.schema import AnyRecipe, ClassifierConfig, Recipe
 from megagrpo.section import problem
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture, critic_of
@@ -222,15 +221,6 @@ def _near(directory: Path) -> str:
     return f"train {directory.parent.name}, the run that exports it" if directory.name == "hugging_face" else ""
 
 
-def served_problems(recipe: Recipe, directory: Path) -> list[Problem]:
-    """Returns a problem if config.json lacks the model class, without which SGLang exits after its start."""
-    config = directory / "config.json"
-    architectures = read_json(config).get("architectures") or []
-    if not recipe.rollout.kind.starts_servers or any(str(name).endswith("ForCausalLM") for name in architectures):
-        return []
-    return [problem("class_of_the_model", config=config, architectures=brief(architectures))]
-
-
 def _vocabulary_problems(directory: Path, vocabulary: int | None) -> list[Problem]:
     path = directory / "tokenizer.json"
     if not path.is_file():
@@ -370,17 +360,6 @@ def reward_model_directories(recipe: Recipe, plan_only: bool) -> dict[str, Path]
     if problems:
         raise PreflightError(problems)
     return directories
-
-
-def server_problems(recipe: Recipe, plan_only: bool) -> Iterator[Problem]:
-    """Yields the problems of the arguments of generative models' servers, or of SGLang here."""
-    for name, config in recipe.reward.models.items():
-        if not isinstance(config, GenerativeConfig):
-            continue
-        at = f"reward.models.{name}"
-        for found in sglang_problems(config.sglang, plan_only=plan_only):
-            where = found.where.replace("rollout.sglang", f"{at}.sglang").replace("rollout.engine", f"{at}.kind")
-            yield replace(found, where=where, fix=found.fix.replace("rollout.sglang", f"{at}.sglang"))
 
 
 def _reward_model_problems(recipe: Recipe, name: str, directory: Path) -> Iterator[Problem]:

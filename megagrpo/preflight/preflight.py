@@ -22,8 +22,6 @@ from megagrpo.preflight.model import (
     critic_directory,
     model_directory,
     reward_model_directories,
-    served_problems,
-    server_problems,
     template_file_problems,
     template_problems,
     tokenizer_directory,
@@ -216,7 +214,7 @@ CHECKS: Mapping[str, Check] = {
     "agent": (lambda c: c.grpo, Checking.find_agent),
     "reward models": (lambda c: c.grpo, Checking.find_reward_models),
     "sizes": (lambda c: c.architecture, lambda c: model_problems(c.recipe, c.architecture)),
-    "model class": (lambda c: c.has_files and c.samples, lambda c: served_problems(c.recipe, c.model)),
+    "model class": (lambda c: c.has_files and c.samples, lambda c: c.recipe.rollout.kind.model_problems(c.model)),
     "metrics": (lambda c: c.grpo, lambda c: _metric_problems(c.recipe)),
     "reward functions": (lambda c: c.grpo, lambda c: reward_problems(c.recipe.reward, sandbox=not c.plan_only)),
     "evaluation": (lambda c: c.grpo, lambda c: own_reward_problems(c.recipe, sandbox=not c.plan_only)),
@@ -231,7 +229,6 @@ CHECKS: Mapping[str, Check] = {
     ),
     "packages": (lambda c: True, lambda c: machine.package_problems(c.recipe, c.architecture)),
     "engines": (lambda c: c.samples, lambda c: machine.engine_problems(c.recipe, c.architecture, c.plan_only)),
-    "servers of reward models": (lambda c: c.samples, lambda c: server_problems(c.recipe, c.plan_only)),
     "the cluster's address": (lambda c: True, lambda c: machine.address_problems(c.recipe, c.plan_only)),
     "directories": (lambda c: True, lambda c: machine.directory_problems(c.recipe)),
     "options of Megatron": (  # and their combinations, if nothing else is wrong
@@ -298,7 +295,7 @@ def check_sets(loaded: LoadedRecipe[Recipe]) -> None:
 def check_model(recipe: Recipe) -> Preflight[Recipe]:
     """Checks the model at model.path, its tokenizer, engines, reward models and their devices. If others run the
     servers, the weight files are not checked. Raises PreflightError with every problem found."""
-    names = ("model", "tokenizer", "agent", "model class", "reward models", "servers of reward models", "engines")
+    names = ("model", "tokenizer", "agent", "model class", "reward models", "engines")
     checking = Checking(recipe, weights_too=recipe.rollout.kind.started_by_us)
     checking.run({name: CHECKS[name] for name in names} | EVALUATION_CHECKS)
     ready = checking.result()

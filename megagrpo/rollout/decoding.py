@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from torch.nn.functional import pad
+from transformers.cache_utils import Cache, DynamicLayer
 
 from megagrpo.errors import DIVERGED_FIX, EngineError, Problem
 from megagrpo.rollout.requests import after_begun
@@ -45,12 +46,12 @@ def decode(
     seeds = [request.seed for request in requests]
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     limit = int(lengths.max()) + max(request.sampling.max_tokens for request in requests)
-    cache = GrowingCache(model.config.num_hidden_layers, limit)
+    cache = Cache(layers=[GrowingLayer(limit) for _ in range(model.config.num_hidden_layers)])
     if (version := before_step()) is None:
         return
     logits = _prefill(model, cache, prompts, lengths)[prompt_of]
-    cache.select_rows(prompt_of)
-    padding = cache.length - lengths[prompt_of]
+    cache.batch_select_indices(prompt_of)
+    padding = cache.get_seq_length() - lengths[prompt_of]
     batch = _Batch(cache, torch.tensor(seeds, device=device), padding, torch.tensor(begun, device=device))
     stops = np.array(sorted(stop_tokens), dtype=np.int64)
 
@@ -72,7 +73,7 @@ def decode(
         logits = batch.step(model, tokens)
 
 
-def _prefill(model: Any, cache: GrowingCache, prompts: Sequence[Sequence[int]], lengths: torch.Tensor) -> torch.Tensor:
+def _prefill(model: Any, cache: Cache, prompts: Sequence[Sequence[int]], lengths: torch.Tensor) -> torch.Tensor:
     """Fills the cache with all prompts and returns the logits [prompts, vocab] after the last token of each."""
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
@@ -96,18 +97,18 @@ class _Batch:
     """The rows that still occupy the model: their cache, seeds, left padding and tokens sampled before, all int64
     [rows]."""
 
-    cache: GrowingCache
+    cache: Cache
     seeds: torch.Tensor
     padding: torch.Tensor
     begun: torch.Tensor
 
     def keep(self, rows: torch.Tensor) -> None:
-        self.cache.select_rows(rows)
+        self.cache.batch_select_indices(rows)
         self.seeds, self.padding, self.begun = self.seeds[rows], self.padding[rows], self.begun[rows]
 
     def step(self, model: Any, tokens: torch.Tensor) -> torch.Tensor:
         """Appends one token to every row and returns the logits [rows, vocab] after it."""
-        column = self.cache.length
+        column = self.cache.get_seq_length()
         visible = torch.arange(column + 1, device=tokens.device) >= self.padding[:, None]
         return model(
             input_ids=tokens[:, None],
@@ -223,80 +224,35 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 # --- keys and values --------------------------------------------------------------------------------------------------
 
 
-class GrowingLayer(CacheLayerMixin):
-    """One layer's keys and values, [rows, key-value heads, capacity, head size]; the first `length` tokens are in use.
+class GrowingLayer(DynamicLayer):
+    """One layer's keys and values, [rows, key-value heads, tokens, head size], in storage that grows in steps: its base
+    copies everything at every token. No row will ever hold more than `limit` tokens."""
 
-    transformers' own dynamic layer copies everything at every token; its static one attends to its whole capacity.
-    """
-
-    is_sliding = False
     keys: torch.Tensor
     values: torch.Tensor
 
     def __init__(self, limit: int) -> None:
         super().__init__()
-        self.limit = limit
-        self.length = 0
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        # No copy yet: a prompt is expanded to its samples, in storage of their own, before it grows.
-        self.keys, self.values = key_states, value_states
-        self.length = key_states.shape[2]
-        self.is_initialized = True
+        self._limit = limit
+        self._stored: list[torch.Tensor] = []
+        """Storage of keys and values, for more tokens than there are. Empty: they have none."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends [rows, heads, tokens, head size] and returns all in use."""
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            return key_states, value_states
-        end = self.length + key_states.shape[2]
-        if end > self.keys.shape[2]:
-            self._move(None, capacity=min(end + max(GROWTH_TOKENS, end // 2), self.limit))
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+            return super().update(key_states, value_states)
+        used, end = self.get_seq_length(), self.get_seq_length() + key_states.shape[2]
+        if not self._stored or end > self._stored[0].shape[2]:
+            room = min(end + max(GROWTH_TOKENS, end // 2), self._limit) - used
+            self._stored = [pad(old, (0, 0, 0, room)) for old in (self.keys, self.values)]
+        for stored, new in zip(self._stored, (key_states, value_states), strict=True):
+            stored[:, :, used:end] = new
+        self.keys, self.values = (stored[:, :, :end] for stored in self._stored)
+        return self.keys, self.values
 
-    def select_rows(self, rows: torch.Tensor) -> None:
-        """Makes row i what rows[i] was: expands a prompt to its samples, or drops rows that ended."""
-        self._move(rows, capacity=min(max(self.keys.shape[2], self.length + GROWTH_TOKENS), self.limit))
-
-    def _move(self, rows: torch.Tensor | None, capacity: int) -> None:
-        def moved(old: torch.Tensor) -> torch.Tensor:
-            used = old[:, :, : self.length]
-            new = old.new_empty((len(old) if rows is None else len(rows), old.shape[1], capacity, old.shape[3]))
-            if rows is None:
-                new[:, :, : self.length] = used
-            else:
-                torch.index_select(used, 0, rows, out=new[:, :, : self.length])
-            return new
-
-        self.keys, self.values = moved(self.keys), moved(self.values)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return -1  # transformers' word for no limit
-
-
-class GrowingCache(Cache):
-    """One GrowingLayer for each layer of a model. No row will ever hold more than `limit` tokens."""
-
-    def __init__(self, layers: int, limit: int) -> None:
-        self.growing = [GrowingLayer(limit) for _ in range(layers)]
-        super().__init__(layers=list(self.growing))
-
-    @property
-    def length(self) -> int:
-        """Returns the number of columns in use, the same in every layer."""
-        return self.growing[0].length
-
-    def select_rows(self, rows: torch.Tensor) -> None:
-        for layer in self.growing:
-            layer.select_rows(rows)
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Makes row i what row indices[i] was: expands a prompt to its samples, or drops rows that ended."""
+        self.keys, self.values = self.keys[indices], self.values[indices]
+        self._stored = []

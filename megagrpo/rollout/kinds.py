@@ -1,19 +1,23 @@
 """The kinds of engines. A recipe looks `rollout.engine` up in ENGINES once; other folders ask the kind, not the name.
 
-Every recipe imports this module. So methods import an engine, or its side of the weights, when they are called.
+Every recipe imports this module. So methods import an engine, its memory, or its side of the weights, when they are
+called.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megagrpo.errors import Problem
-    from megagrpo.recipe.schema import EngineLayoutConfig, Recipe
+    from megagrpo.plan.case import Case
+    from megagrpo.plan.engine import EngineMemory
+    from megagrpo.recipe.schema import Recipe
     from megagrpo.recipe.schema.rollout import RolloutConfig
-    from megagrpo.rollout.engine import Engine, EngineSpec
-    from megagrpo.weights.families.architecture import Architecture
+    from megagrpo.rollout.engine import Engine, EngineSpec, ServerSpec
+    from megagrpo.rollout.sglang.server import Server
 
 
 class EngineKind:
@@ -22,8 +26,8 @@ class EngineKind:
     started_by_us = True
     """The run starts the engines, on its devices. Others run already, at rollout.urls."""
 
-    starts_servers = False
-    """An engine is a server that the run starts, without weights, and with a cache that it reserves at its start."""
+    starts_without_weights = False
+    """An engine reads no weights from the model's files: the first update brings them."""
 
     streams = False
     """Requests join and leave a running batch one by one. Other engines decode all that they were handed in batches of
@@ -32,8 +36,17 @@ class EngineKind:
     splits = False
     """rollout.layout may split an engine over devices."""
 
+    experts_need_gpus = False
+    """rollout.layout.expert is 1 on CPUs."""
+
     reads_files = False
     """Weights may come as files: weights.transfer: disk."""
+
+    quantizes = False
+    """rollout.quantization may be given: the run sends quantised weights."""
+
+    settings: str | None = None
+    """Section of `rollout` with the settings of its servers. Other engines' recipes leave it out."""
 
     def options(self, rollout: RolloutConfig) -> Mapping[str, Any]:
         """Returns the arguments of the servers that the recipe gives."""
@@ -51,6 +64,10 @@ class EngineKind:
         """Returns whether an engine can free device memory while it does not sample."""
         return False
 
+    def beside_training(self, share: float) -> dict[str, Any]:
+        """Returns recipe values, by dotted path, of engines that take `share` of a GPU and free it for training."""
+        return {}
+
     def nccl_environment(self, rollout: RolloutConfig) -> dict[str, str]:
         """Returns the NCCL variables that training ranks must share with engines that NCCL joins to them."""
         return {}
@@ -59,23 +76,38 @@ class EngineKind:
         """Returns the extras of megagrpo whose packages must be installed here."""
         return ()
 
-    def problems(self, rollout: RolloutConfig, *, plan_only: bool) -> Sequence[Problem]:
-        """Finds problems of its packages and settings. With `plan_only` the packages may be missing."""
+    def problems(self, section: Any, where: str, named_by: str, *, plan_only: bool) -> Sequence[Problem]:
+        """Finds problems of its packages and settings. `section`: `rollout`, or of a reward model, at `where` in the
+        recipe; `named_by`: the field there that names the engine. With `plan_only` the packages may be missing."""
         return ()
 
-    def split_problems(
-        self, architecture: Architecture, layout: EngineLayoutConfig, device: str, quantization: str | None
-    ) -> Sequence[Problem]:
-        """Finds reasons for which an engine of this layout cannot hold the model."""
+    def model_problems(self, directory: Path) -> Sequence[Problem]:
+        """Finds reasons for which an engine cannot start with the model in this directory."""
         return ()
 
-    def server(self, spec: EngineSpec) -> Any:
-        """Starts the server of an engine, or its process on `spec.node`. It has `check_running`, `end` and `close`.
-        None: this kind starts none."""
+    @property
+    def side(self) -> Any:
+        """Returns its side of the weights: a module of weights/sides, with `split_problems` if the kind splits."""
+        from megagrpo.weights.sides import checkpoint
+
+        return checkpoint
+
+    def memory(self, case: Case) -> EngineMemory:
+        """Returns the memory of an engine on its fullest device. Raises ModelError if it cannot hold the model."""
+        from megagrpo.plan.engine import memory_of_whole_model
+
+        return memory_of_whole_model(case)
+
+    def server(self, spec: ServerSpec) -> Any:
+        """Starts a server, or its process on `spec.node`. It has the methods of Server. None: this kind starts none."""
         return None
 
     def engine(self, spec: EngineSpec, server: Any) -> Engine:
         """Makes an engine, which answers requests on return. Raises ModelError or EngineError."""
+        raise NotImplementedError
+
+    def served_model(self, url: str, api_key: str) -> Mapping[str, Any]:
+        """Asks the server at `url` about its model and weights. Raises EngineError if none of this kind answers."""
         raise NotImplementedError
 
 
@@ -99,34 +131,42 @@ class External(EngineKind):
     """SGLang servers that run already."""
 
     started_by_us = False
-    streams = splits = reads_files = True
+    streams = splits = experts_need_gpus = reads_files = True
 
     def keeps_prefixes(self, rollout: RolloutConfig) -> bool:
         return not self.options(rollout).get("disable_radix_cache")
 
-    def split_problems(
-        self, architecture: Architecture, layout: EngineLayoutConfig, device: str, quantization: str | None
-    ) -> Sequence[Problem]:
-        from megagrpo.weights.sides.sglang import split_problems
+    @property
+    def side(self) -> Any:
+        from megagrpo.weights.sides import sglang
 
-        return split_problems(architecture, layout, device, quantization)
+        return sglang
 
     def engine(self, spec: EngineSpec, server: Any) -> Engine:
         from megagrpo.rollout.sglang.engine import SglangEngine
 
         return SglangEngine(spec, server)
 
+    def served_model(self, url: str, api_key: str) -> Mapping[str, Any]:
+        from megagrpo.rollout.sglang.client import served_model
+
+        return served_model(url, api_key)
+
 
 class Sglang(External):
     """SGLang servers that the run starts and ends."""
 
-    started_by_us = starts_servers = True
+    started_by_us = starts_without_weights = quantizes = True
+    settings = "sglang"
 
     def options(self, rollout: RolloutConfig) -> Mapping[str, Any]:
         return rollout.sglang.model_extra or {}
 
     def releases_memory(self, rollout: RolloutConfig) -> bool:
         return bool(self.options(rollout).get("enable_memory_saver"))
+
+    def beside_training(self, share: float) -> dict[str, Any]:
+        return {"rollout.sglang.enable_memory_saver": True, "rollout.sglang.mem_fraction_static": share}
 
     def nccl_environment(self, rollout: RolloutConfig) -> dict[str, str]:
         """Returns what SGLang sets in its servers, unless it is set."""
@@ -138,12 +178,22 @@ class Sglang(External):
     def extras(self, rollout: RolloutConfig) -> Sequence[str]:
         return ("sglang",) if rollout.sglang.python is None else ()
 
-    def problems(self, rollout: RolloutConfig, *, plan_only: bool) -> Sequence[Problem]:
+    def problems(self, section: Any, where: str, named_by: str, *, plan_only: bool) -> Sequence[Problem]:
         from megagrpo.rollout.sglang.arguments import sglang_problems
 
-        return sglang_problems(rollout.sglang, plan_only=plan_only)
+        return sglang_problems(section.sglang, f"{where}.sglang", f"{where}.{named_by}", plan_only=plan_only)
 
-    def server(self, spec: EngineSpec) -> Any:
+    def model_problems(self, directory: Path) -> Sequence[Problem]:
+        from megagrpo.rollout.sglang.arguments import model_problems
+
+        return model_problems(directory)
+
+    def memory(self, case: Case) -> EngineMemory:
+        from megagrpo.rollout.sglang.memory import sglang_memory
+
+        return sglang_memory(case)
+
+    def server(self, spec: ServerSpec) -> Server:
         from megagrpo.rollout.sglang.arguments import start_server
 
         return start_server(spec)

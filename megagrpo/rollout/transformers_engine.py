@@ -12,15 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megagrpo.errors import EngineError, MegagrpoError, ModelError, Problem
 from megagrpo.rollout.decoding import Record, decode
-from megagrpo.rollout.engine import (
-    Done,
-    Engine,
-    EngineSpec,
-    EngineState,
-    MemoryTag,
-    SoFar,
-    UpdateProtocol,
-)
+from megagrpo.rollout.engine import Done, Engine, EngineSpec, EngineState, SoFar
 from megagrpo.rollout.requests import nothing_sampled
 from megagrpo.tokenizer import load_tokenizer, response_texts
 from megagrpo.types import Request, Sample, SamplingParams
@@ -47,17 +39,17 @@ class TransformersEngine(Engine):
     """
 
     def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec.name)
         torch.set_num_threads(spec.threads)
         architecture, dtype = read_architecture(spec.model_directory), spec.dtype
         self._manifest = transformers_manifest(architecture, dtype, holder=f"{spec.name} rank 0")
         self._model: Any = _load_model(spec.model_directory, spec.device, dtype)
         self._tokenizer: Any = load_tokenizer(spec.tokenizer_directory)
         self._requests_at_once = spec.recipe.rollout.kind.requests_at_once(spec.recipe)
-        self._protocol = UpdateProtocol(spec.name)
         self._receiver: BucketReceiver | None = None
         self._threads, self._pause = spec.threads, spec.recipe.pause
         self._changed = threading.Condition()
-        """Guards all that follows, and the protocol's state."""
+        """Guards all that follows, and what the thread reads of the engine's state."""
         self._waiting: dict[int, tuple[Request, Done]] = {}
         self._running: dict[int, tuple[Request, Done]] = {}
         self._batch: tuple[Mapping[int, Request], Record] | None = None
@@ -76,41 +68,31 @@ class TransformersEngine(Engine):
         (destination,) = destinations
         require_own(plan.destinations[destination], self._manifest)
         self._receiver = open_receiver(channel, plan, destination, self._tensors())
-        self._protocol.connect()
+        self.oldest = 0
 
-    def begin_update(self, version: int) -> None:
+    def pause(self) -> None:
         with self._changed:
-            self._protocol.begin(version)
             self._changed.wait_for(lambda: not self._samples)
 
-    def receive(self, version: int) -> None:
-        self._protocol.check_receiving()
+    def receive_weights(self, version: int) -> None:
         if self._receiver is None:
-            raise EngineError(Problem(f"{self._protocol.name}: receive", given="no connection", needed="connect first"))
+            raise EngineError(Problem(f"{self.name}: receive", given="no connection", needed="connect first"))
         self._receiver.receive(version)
 
-    def end_update(self, version: int) -> list[Mapping[str, int]]:
-        self._protocol.end(version)
+    def close_update(self) -> list[Mapping[str, int]]:
         return [digests(self._tensors(), self._manifest.placements)]
 
     def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
         return [] if self._receiver is None else [self._receiver.bucket_digests(tensor, frozenset(destinations))]
 
-    def keep_weights(self, version: int) -> None:
-        self._protocol.check_serving()
-        self.begin_update(version)
-        self._protocol.end(version)
-        self.commit_update(version)
-
-    def commit_update(self, version: int) -> None:
+    def resume(self) -> None:
         with self._changed:
-            self._protocol.commit(version)
             self._changed.notify_all()
 
     # --- samples ------------------------------------------------------------------------------------------------------
 
     def begin(self, requests: Mapping[int, Request], done: Done) -> None:
-        self._protocol.check_open(requests.values())
+        self.check_requests(requests.values())
         with self._changed:
             self._waiting |= {ticket: (request, done) for ticket, request in requests.items()}
             self._changed.notify_all()
@@ -153,7 +135,7 @@ class TransformersEngine(Engine):
                 except MegagrpoError as error:
                     self._answer(dict.fromkeys(batch, error))
                 except RuntimeError as error:
-                    problem = Problem(f"{self._protocol.name}: a batch failed", given=str(error))
+                    problem = Problem(f"{self.name}: a batch failed", given=str(error))
                     self._answer(dict.fromkeys(batch, EngineError(problem)))
                 else:
                     self._answer(dict(zip(batch, samples, strict=True)))
@@ -183,7 +165,7 @@ class TransformersEngine(Engine):
                 if not self._serves:
                     return None
                 self._samples = True
-            return self._protocol.version
+            return self.version
 
     def _rest(self) -> None:
         self._samples = False
@@ -191,18 +173,15 @@ class TransformersEngine(Engine):
 
     @property
     def _serves(self) -> bool:
-        return self._protocol.state is EngineState.SERVING
+        return self.state is EngineState.SERVING
 
     @property
     def _closed(self) -> bool:
-        return self._protocol.state is EngineState.CLOSED
-
-    def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Releases nothing: its memory is that of this process."""
+        return self.state is EngineState.CLOSED
 
     def close(self) -> None:
         with self._changed:
-            self._protocol.close()
+            super().close()
             self._changed.notify_all()
         self._worker.join(CLOSE_SECONDS)
         self._disconnect()
@@ -223,7 +202,7 @@ class TransformersEngine(Engine):
             self._batch = batch, record
         ends = self._model.generation_config.eos_token_id  # one end-of-sequence token, several, or none
         stops = {*record.requests[0].sampling.stop_tokens, *([ends] if isinstance(ends, int) else ends or ())}
-        decode(self._model, record, stops, self._before_step, self._protocol.name)
+        decode(self._model, record, stops, self._before_step, self.name)
         samples = record.samples()
         texts = response_texts(self._tokenizer, [(sample.tokens, sample.finish) for sample in samples])
         return [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)]

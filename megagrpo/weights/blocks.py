@@ -18,13 +18,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.boxes import Box, Manifest, Place, Placement, Storage, Topology, classes_of
 from megagrpo.weights.coverage import as_slice, uncovered
+from megagrpo.weights.families import tensors_of
+from megagrpo.weights.families.architecture import Architecture, Role
 from megagrpo.weights.plan import WeightPlan, make_plan
 
 BLOCK = 128
+QUANTIZED: frozenset[Role] = frozenset([
+    "q", "k", "v", "o", "q_down", "q_up", "kv_down", "kv_up", "gate", "up", "down",
+    "expert_gate", "expert_up", "expert_down", "shared_gate", "shared_up", "shared_down",
+])  # fmt: skip
+"""The roles in blocks of float8 in a quantised model: all linear layers but the router and the head."""
 FLOAT8 = "float8_e4m3fn"
 SCALE_SUFFIX = "_scale_inv"
 """The suffix of a tensor's scales, float32: one for each block."""
@@ -46,6 +54,12 @@ def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 # --- an engine rank ---------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=16)
+def quantized_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes, by name, of the tensors that a quantised model has in blocks."""
+    return {tensor.name: tensor.shape for tensor in tensors_of(arch) if tensor.role in QUANTIZED}
 
 
 def in_blocks(manifest: Manifest, shapes: Shapes) -> Manifest:

@@ -311,7 +311,7 @@ def test_wrong_bytes_on_all_engines_again_and_again_stop_the_run_and_nothing_sam
             cluster.weights.sync(15)
     assert cluster.weights.version == 14
     for engine in cluster.rollouts.up():
-        state = cluster.in_engine(engine, lambda actor: actor.engine._protocol.state.value)
+        state = cluster.in_engine(engine, lambda actor: actor.engine.state.value)
         assert state == "holding unverified weights"
 
 

@@ -8,12 +8,14 @@ import importlib
 import json
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from megagrpo.recipe.schema import EngineLayoutConfig
+from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
+from megagrpo.rollout.engine import ServerSpec
 from megagrpo.rollout.sglang import launch
 from megagrpo.rollout.sglang.arguments import server_arguments
 from megagrpo.weights.quantizing import dequantize, quantize
@@ -32,10 +34,10 @@ def parameters(directory: str, layout: EngineLayoutConfig, quantization: str | N
 
     found = []
     for rank in range(layout.ranks):
-        arguments = ServerArgs(**server_arguments(
-            model_directory=directory, layout=layout, dtype="bfloat16", device="cpu", requests_at_once=1,
-            tokens_per_request=64, longest_pause_seconds=1.0, options={}, quantization=quantization,
-        ))  # fmt: skip
+        arguments = ServerArgs(**server_arguments(ServerSpec(
+            name="", log=Path(), settings=SglangConfig(), model_directory=directory, layout=layout, dtype="bfloat16",
+            device="cpu", requests_at_once=1, tokens_per_request=64, threads=1, quantization=quantization,
+        )))  # fmt: skip
         publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank))
         initialize_dp_attention(arguments)
         parallel = get_parallel()

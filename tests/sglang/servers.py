@@ -19,9 +19,9 @@ from megagrpo.errors import MegagrpoError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.processes.ports import free_port
 from megagrpo.processes.store import LOOPBACK, StoreHost
-from megagrpo.recipe.schema import EngineLayoutConfig
-from megagrpo.rollout.engine import EngineNode, EngineSpec
-from megagrpo.rollout.sglang.arguments import node_settings, server_arguments, server_environment
+from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
+from megagrpo.rollout.engine import EngineNode, EngineSpec, ServerSpec
+from megagrpo.rollout.sglang import arguments
 from megagrpo.rollout.sglang.client import Endpoint, SglangClient
 from megagrpo.rollout.sglang.engine import SglangEngine
 from megagrpo.rollout.sglang.server import Server
@@ -150,24 +150,26 @@ def start_server(
     node: EngineNode | None = None,
 ) -> Server:
     """Started, not yet ready: all of a server, or one of its nodes."""
-    of_node, variables = node_settings(node) if node else ({}, {})
-    return Server(
-        server_arguments(
-            model_directory=str(directory),
-            layout=layout,
-            dtype="float32",
-            device="cpu",
-            requests_at_once=AT_ONCE,
-            tokens_per_request=TOKENS,
-            longest_pause_seconds=WAIT_SECONDS,
-            options=options or {},
-            loads_weights=True,  # tests sample before an update
-        )
-        | of_node,
-        name="engine 0",
+    spec = server_spec(
         log=log,
-        environment=server_environment("cpu", layout.ranks, threads=layout.ranks) | variables,
+        settings=SglangConfig(**options or {}),
+        model_directory=str(directory),
+        layout=layout,
+        requests_at_once=AT_ONCE,
+        tokens_per_request=TOKENS,
+        threads=layout.ranks,
+        pause_seconds=WAIT_SECONDS,
+        keeps_weights=True,  # tests sample before an update
+        node=node,
     )
+    return arguments.start_server(spec)
+
+
+def server_spec(**values: Any) -> ServerSpec:
+    """Of a server of one rank on CPUs, unless `values` say otherwise."""
+    given: dict[str, Any] = {"name": "engine 0", "log": Path("log"), "settings": SglangConfig(), "dtype": "float32"}
+    given |= {"layout": EngineLayoutConfig(), "device": "cpu", "threads": 1, "model_directory": "m"}
+    return ServerSpec(**given | {"requests_at_once": 8, "tokens_per_request": 100} | values)
 
 
 def serve(family: str, tensor: int, root: Path) -> Iterator[Served]:

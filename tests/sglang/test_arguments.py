@@ -18,6 +18,7 @@ from megagrpo.rollout.sglang import arguments, launch
 from megagrpo.rollout.sglang.arguments import server_arguments, sglang_problems
 from megagrpo.rollout.sglang.check_arguments import declared_names
 from megagrpo.weights.families import read_architecture
+from tests.sglang.servers import server_spec
 
 TOKENS = 64
 POOLS = """
@@ -98,35 +99,32 @@ def test_an_interpreter_that_takes_too_long_to_import_sglang_is_named(
 
 
 def test_the_recipes_arguments_win_over_defaults_but_not_over_ours() -> None:
-    given: dict[str, Any] = {
-        "model_directory": "m", "layout": EngineLayoutConfig(tensor=2), "dtype": "float32", "device": "cpu",
-        "requests_at_once": 8, "tokens_per_request": 100, "longest_pause_seconds": 600.0,
-    }  # fmt: skip
-    found = server_arguments(**given, options={"max_total_tokens": 77, "schedule_policy": "lpm"})
+    def of(settings: dict[str, Any] | None = None, **values: Any) -> dict[str, Any]:
+        given = {"layout": EngineLayoutConfig(tensor=2), "pause_seconds": 600.0, **values}
+        return server_arguments(server_spec(**given, settings=SglangConfig(**settings or {})))
+
+    found = of({"max_total_tokens": 77, "schedule_policy": "lpm"})
     assert found["max_total_tokens"] == 77
     assert found["schedule_policy"] == "lpm"
     assert found["tp_size"] == 2
     assert found["watchdog_timeout"] > 600
-    assert server_arguments(**given, options={})["max_total_tokens"] == 800
-    on_gpu = server_arguments(**(given | {"device": "cuda"}), options={})
+    assert of()["max_total_tokens"] == 800
+    on_gpu = of(device="cuda")
     sizes = [on_gpu[name] for name in ("max_running_requests", "cuda_graph_max_bs_decode", "sleep_on_idle")]
     assert sizes == [8, 8, True]
-    groups = server_arguments(
-        **(given | {"device": "cuda", "layout": EngineLayoutConfig(tensor=6, attention_data=3)}), options={}
-    )
+    groups = of(device="cuda", layout=EngineLayoutConfig(tensor=6, attention_data=3))
     assert (groups["max_running_requests"], groups["cuda_graph_max_bs_decode"]) == (8, 3)  # of the engine, of a group
     assert groups["enable_dp_lm_head"]
     assert not {"attention_backend", "sampling_backend", "max_total_tokens"} & on_gpu.keys()
     assert on_gpu["enable_fp32_lm_head"]
     assert (on_gpu["moe_runner_backend"], on_gpu["load_format"]) == ("triton", "dummy")
     assert not on_gpu["enable_deterministic_inference"]
-    exact = given | {"device": "cuda", "deterministic": True}
-    assert server_arguments(**exact, options={})["enable_deterministic_inference"]
-    assert not server_arguments(**exact, options={"enable_fp32_lm_head": False})["enable_fp32_lm_head"]
+    assert of(device="cuda", deterministic=True)["enable_deterministic_inference"]
+    assert not of({"enable_fp32_lm_head": False}, device="cuda", deterministic=True)["enable_fp32_lm_head"]
     own = {"json_model_override_args": '{"rope_theta": 5}'}
-    changes = json.loads(server_arguments(**given, options=own, quantization="fp8")["json_model_override_args"])
+    changes = json.loads(of(own, quantization="fp8")["json_model_override_args"])
     assert changes.keys() == {"rope_theta", "quantization_config"}
-    assert "json_model_override_args" not in server_arguments(**given, options={})
+    assert "json_model_override_args" not in of()
 
 
 @pytest.mark.long

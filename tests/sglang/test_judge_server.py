@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.reward.scorer import Scorer
-from megagrpo.rollout.sglang.arguments import judge_arguments, server_environment
+from megagrpo.rollout.sglang.arguments import start_server
 from megagrpo.rollout.sglang.server import Server
 from tests.judge_server import asking
 from tests.reward_models import make_judge
-from tests.sglang.servers import START_SECONDS
+from tests.sglang.servers import START_SECONDS, server_spec
 from tests.unit.test_reward_judges import group_of, section
 
 SAMPLING = {"max_tokens": 8}
@@ -20,16 +19,8 @@ SAMPLING = {"max_tokens": 8}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("judge")
-    arguments = judge_arguments(
-        model_directory=str(make_judge(root / "model")),
-        layout=EngineLayoutConfig(),
-        dtype="float32",
-        device="cpu",
-        requests_at_once=16,
-        tokens_per_request=256,
-        options={},
-    )
-    started = Server(arguments, name="judge", log=root / "log", environment=server_environment("cpu", 1, threads=1))
+    of_model = {"model_directory": str(make_judge(root / "model")), "log": root / "log", "tokens_per_request": 256}
+    started = start_server(server_spec(**of_model, requests_at_once=16, keeps_weights=True, answers_chats=True))
     try:
         started.wait_until_ready(START_SECONDS)
         yield started

@@ -43,7 +43,7 @@ class TorchImported(BaseException):
 del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
 sys.meta_path.insert(0, TorchImported())
 recipe = SimpleNamespace(rollout=SimpleNamespace(kind=ENGINES["transformers"]), deterministic=False)
-spec = SimpleNamespace(device="cpu", gpus=(), recipe=recipe)
+spec = SimpleNamespace(device="cpu", gpus=(), recipe=recipe, server=None)
 for actor, arguments in ((actors.RankActor, (recipe, 0, "", "", "cpu")), (engines.EngineActor, (spec,))):
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     try:

@@ -1,6 +1,7 @@
 """The actor of a judge's server starts it, again when it has ended or is ill, and not too often. No Ray, no server."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,8 +54,9 @@ class FakeEndpoint:
 def actor(monkeypatch) -> Any:
     monkeypatch.setattr(reward_models, "HttpEndpoint", FakeEndpoint)
     monkeypatch.setattr(reward_models, "prepare_process", lambda *given: None)
-    spec = SimpleNamespace(name="grader", device="cpu", recipe=None, gpus=())
-    made = JudgeActor.__ray_metadata__.modified_class(spec)
+    monkeypatch.setattr(reward_models, "judge_spec", lambda *given: None)
+    recipe = SimpleNamespace(cluster=SimpleNamespace(start_timeout_seconds=1.0))
+    made = JudgeActor.__ray_metadata__.modified_class(recipe, (), "grader", Path(), "cpu", "float32")
     made.started = []
 
     def start() -> FakeServer:

@@ -118,11 +118,11 @@ def test_a_model_of_the_hub_is_the_commit_that_was_found(run: Path, monkeypatch:
 def test_a_recipe_for_a_running_server_fits_whatever_engines_it_names(run: Path) -> None:
     sglang = ["rollout.engine=sglang", "rollout.sglang.mem_fraction_static=0.5", "rollout.layout.tensor=2"]
     recipe = load(run, [SETS, *sglang, "deterministic=true", "cluster.device=cuda", "train.layout.tensor=2"]).recipe
-    served = ServedModel("http://node-1:30000/", {"model_path": "m", "weight_version": "default"})
+    served = ServedModel("http://node-1:30000/", "external", {"model_path": "m", "weight_version": "default"})
     changed = served.recipe(recipe, Path("here"))
     assert (changed.rollout.urls, changed.cluster.device) == ([served.given], "cpu")
     assert not broken_rules(Recipe.model_validate(changed.model_dump()))
-    other = ServedModel("http://node-2:30000", {})
+    other = ServedModel("http://node-2:30000", "external", {})
     assert served.label.startswith("node-1_30000-")
     assert served.label != other.label
 

@@ -15,14 +15,15 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.activations import Pass
 from megagrpo.plan.advice import checkpoint_bytes
 from megagrpo.plan.case import A_CPU, GPUS, Case
-from megagrpo.plan.engine import GraphSizes, cache_bytes_per_token, default_fraction, engine_memory
+from megagrpo.plan.engine import cache_bytes_per_token
 from megagrpo.plan.memory import DeviceMemory, PhaseMemory, host_bytes, memory, model_parts
-from megagrpo.plan.parameters import engine_rank_parameters, largest_share, stages, total_parameters
+from megagrpo.plan.parameters import largest_share, stages, total_parameters
 from megagrpo.plan.plan import plan_of
 from megagrpo.plan.time import step_time
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.schema import EngineLayoutConfig, Recipe
 from megagrpo.recipe.schema.train import Recomputed
+from megagrpo.rollout.sglang.memory import GraphSizes, default_fraction, engine_rank_parameters, sglang_memory
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides import sglang
@@ -196,25 +197,25 @@ def test_cached_bytes_are_those_of_transformers(family: str, tiny: dict[str, Pat
 def test_an_engine_fills_its_share_of_a_card() -> None:
     layout = {"layout": {"tensor": 8}, "requests_at_once": 1000}
     card = H100.gpu.memory_bytes
-    held = engine_memory(Case(merged(rollout=layout | {"sglang": {"mem_fraction_static": 0.5}}), LLAMA, H100))
+    held = sglang_memory(Case(merged(rollout=layout | {"sglang": {"mem_fraction_static": 0.5}}), LLAMA, H100))
     assert 0 <= card // 2 - held.weights - held.cache < 40960
     assert held.weights == pytest.approx(2 * 70.55e9 / 8, rel=0.01)
     assert held.sequences == held.cache_tokens // 8192
     half = merged(rollout=layout | {"sglang": {"mem_fraction_static": 0.5, "kv_cache_dtype": "fp8_e5m2"}})
-    assert engine_memory(Case(half, LLAMA, H100)).cache_tokens == pytest.approx(2 * held.cache_tokens, abs=2)
+    assert sglang_memory(Case(half, LLAMA, H100)).cache_tokens == pytest.approx(2 * held.cache_tokens, abs=2)
     capped = merged(rollout=layout | {"sglang": {"max_total_tokens": 16384}})
-    assert engine_memory(Case(capped, LLAMA, H100)).cache == 16384 * 40960
+    assert sglang_memory(Case(capped, LLAMA, H100)).cache == 16384 * 40960
     tight = merged(rollout=layout | {"sglang": {"mem_fraction_static": 0.1}})
-    assert engine_memory(Case(tight, LLAMA, H100)).sequences == 0
+    assert sglang_memory(Case(tight, LLAMA, H100)).sequences == 0
     few = merged({"data": 4}, rollout={"engines": 4, "prompts_per_step": 4, "sglang": {"mem_fraction_static": 0.8}})
-    assert engine_memory(Case(few, known_model(QWEN_8B), H100)).sequences == 8  # its part of a step
+    assert sglang_memory(Case(few, known_model(QWEN_8B), H100)).sequences == 8  # its part of a step
 
 
 def test_a_quantised_engine_holds_what_its_manifest_says_and_ranks_make_it_in_a_sync() -> None:
     latent = DEEPSEEK.layers * DEEPSEEK.heads // 8 * 256 * 512 * 2  # w_kc and w_vc, in bfloat16
     for arch, layout, more in ((DEEPSEEK, {"tensor": 8, "expert": 8}, latent), (LLAMA, {"tensor": 8}, 0)):
         recipe = merged({"tensor": 8}, rollout={"layout": layout, "quantization": "fp8"})
-        held = engine_memory(Case(recipe, arch, H100)).weights
+        held = sglang_memory(Case(recipe, arch, H100)).weights
         own = sglang.manifest(arch, EngineLayoutConfig(**layout), 0, "bfloat16", "cuda", quantization="fp8")
         assert held == pytest.approx(sum(its.bytes for its in own.storages.values()) + more, rel=1e-5)
     (device,) = memory(Case(recipe, LLAMA, H100))

@@ -85,7 +85,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with neither data, models nor SGLang."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megagrpo.preflight.model.cached_directory", lambda path: None)
-    monkeypatch.setattr(arguments, "_checked", lambda *asked: ([], []))
+    monkeypatch.setattr(arguments, "_checked", lambda *asked: {"environment": "", "problems": []})
 
 
 @pytest.mark.parametrize(

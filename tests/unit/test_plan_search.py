@@ -119,7 +119,7 @@ def test_the_best_choice_is_that_of_all_choices() -> None:
     of = recipe(SMALL, rollout__prompts_per_step=8)  # each estimate plays all responses of its steps
     case = planned(of)
     every = (
-        searching.placed({**layout, **saving, **engine}, colocated=gpus == 2)
+        searching.placed(of, {**layout, **saving, **engine}, colocated=gpus == 2)
         for gpus in (2, 1)
         for layout in searching.layouts(case, gpus)
         for saving in searching.savings(case, layout)
@@ -175,9 +175,8 @@ def test_engines_apart_have_whole_nodes_and_no_offload() -> None:
     of = recipe()
     assert searching.engine_gpus(of, 128) == [16, 32, 48, 64, 80, 96, 112]
     assert searching.engine_gpus(of, 8) == list(range(1, 8))
-    values = searching.placed(
-        {"train.offload": ["optimizer"], "rollout.sglang.enable_memory_saver": True}, colocated=False
-    )
+    given = {"train.offload": ["optimizer"], "rollout.sglang.enable_memory_saver": True}
+    values = searching.placed(of, given, colocated=False)
     assert values["train.offload"] == []
     assert "rollout.sglang.enable_memory_saver" not in values
 

@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 from megagrpo.cluster.classifier import Classifier, batches_of
 from megagrpo.errors import MegagrpoError, ModelError, PreflightError, RewardError
 from megagrpo.plan.memory import reward_model_bytes
-from megagrpo.preflight.model import reward_model_directories, server_problems
+from megagrpo.preflight.machine import engine_problems
+from megagrpo.preflight.model import reward_model_directories
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.schema import ClassifierConfig, Recipe
 from megagrpo.reward.scorer import Scorer
@@ -243,7 +244,7 @@ def test_models_have_devices_behind_those_of_ranks_and_engines():
 
 def test_arguments_of_a_judges_server_are_checked_as_those_of_engines():
     models = {"grader": {**GENERATIVE, "sglang": {"port": 1, "contxt_length": 2}}}
-    found = list(server_problems(recipe_of(models, ask("judge", "grader")), plan_only=True))
+    found = list(engine_problems(recipe_of(models, ask("judge", "grader")), None, plan_only=True))
     assert "reward.models.grader.sglang.port" in [problem.where for problem in found]
     assert not [problem for problem in found if "rollout" in f"{problem.where}{problem.fix}"]
 

@@ -1,122 +1,59 @@
-"""An engine is a kind: added in one line, planned and sampled from with no other change. No room asks for its name."""
+"""An engine is a kind: added by one file and one line, planned and trained with. No room asks for its name."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, get_args
 
-import numpy as np
 import pytest
-import ray
 
-from megagrpo.cluster import engines
-from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.preflight import machine
 from megagrpo.preflight.machine import engine_problems
-from megagrpo.recipe.schema import Recipe
-from megagrpo.recipe.schema.rollout import RolloutConfig
-from megagrpo.rollout.engine import Done, Engine, EngineSpec, SoFar
-from megagrpo.rollout.kinds import ENGINES, EngineKind
-from megagrpo.types import Prompt, Request, Sample
+from megagrpo.recipe.schema import EngineLayoutConfig
+from megagrpo.rollout.kinds import ENGINES
 from tests import plans
-from tests.tiny_run import recipe_with
+from tests.tiny_run import make_run, recipe_with
+from tests.toy_engine import MEMORY, Toy
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megagrpo"
 MAY_NAME_ENGINES = ("rollout", "importing", "doctor")
 
 
-class Toy(EngineKind):
-    """Answers a prompt with its tokens, backwards."""
-
-    def engine(self, spec: EngineSpec, server: Any) -> Engine:
-        def begin(requests: Mapping[int, Request], done: Done) -> None:
-            for ticket, at in requests.items():
-                tokens, zeros = np.array(at.tokens[::-1], np.int32), np.zeros(len(at.tokens), np.int32)
-                done(ticket, Sample(at.prompt_id, at.index, tokens, zeros.astype(np.float32), zeros, "stop", spec.name))
-
-        engine: Any = SimpleNamespace(begin=begin, so_far=lambda: SoFar.of({}), rests=lambda: True, close=lambda: None)
-        return engine
-
-
-@pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kind_is_planned_with_the_memory_that_it_states_and_refused_by_its_side(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(ENGINES, "toy", Toy())
-
-
-def with_toys(recipe: Recipe) -> Recipe:
-    rollout = recipe.rollout.model_copy(update={"engine": "toy", "engines": 2})
-    return recipe.model_copy(update={"rollout": rollout})
-
-
-class Here:
-    """An actor in this process, whose calls run one by one in a thread: with `remote` and `options`, as Ray's."""
-
-    def __init__(self, actor_class: Any) -> None:
-        self.actor, self.calls = actor_class.__ray_metadata__.modified_class(), ThreadPoolExecutor(1)
-
-    def __getattr__(self, name: str) -> Any:
-        def remote(*given: Any) -> Any:
-            answer = self.calls.submit(getattr(self.actor, name), *given)
-            if name != "finished":
-                return answer
-            parts = [self.calls.submit(lambda at=at: answer.result()[at]) for at in (0, 1)]  # type: ignore[misc]
-            return tuple(parts)
-
-        return SimpleNamespace(remote=remote, options=lambda **given: SimpleNamespace(remote=remote))
-
-
-def wait_here(refs: Sequence[Future[Any]], num_returns: int = 1, timeout: float | None = None) -> tuple[Any, Any]:
-    found = wait(refs, timeout, "FIRST_COMPLETED" if num_returns < len(refs) else "ALL_COMPLETED")
-    return list(found.done)[:num_returns], [ref for ref in refs if ref not in list(found.done)[:num_returns]]
-
-
-@pytest.mark.usefixtures("toy")
-def test_a_kind_is_sampled_from_as_the_driver_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "prepare_process", lambda *given: None)
-    monkeypatch.setattr(ray, "wait", wait_here)
-    monkeypatch.setattr(ray, "get", lambda ref, timeout=None: ref.result(timeout))
-    monkeypatch.setattr(ray, "kill", lambda actor: None)
-    runtime: Any = SimpleNamespace(
-        device="cpu",
-        devices=SimpleNamespace(engine_share=1.0, node_bundles=lambda engine: ()),
-        places=(),
-        places_of=lambda bundles: (),
-        shares_gpus=False,
-        start=lambda actor_class, bundles, share: Here(actor_class),
-        watch=SimpleNamespace(check=lambda: None),
-    )
-    recipe = with_toys(recipe_with())
-    actors = engines.EngineActors(runtime, recipe, Path("model"), Path("model"), keeps_weights=True)
-    rollouts = Rollouts(actors)
-    try:
-        rollouts.wait_until_ready()
-        rollouts.serve_all()
-        prompts = [Prompt("a", (1, 2, 3), "sums", "2"), Prompt("b", (4, 5), "sums", "2")]
-        groups = rollouts.generate(prompts, 1)
-    finally:
-        rollouts.close()
-    assert [group.samples[0].tokens.tolist() for group in groups] == [[3, 2, 1], [5, 4]]
-    assert {len(group.samples) for group in groups} == {recipe.rollout.samples_per_prompt}
-    assert {sample.text for group in groups for sample in group.samples} == {"engine 0", "engine 1"}
-
-
-@pytest.mark.usefixtures("toy")
-def test_a_kind_is_planned() -> None:
-    values = {"rollout.engine": "transformers", "rollout.layout": None, "rollout.sglang": None}
-    plan = plans.planned(with_toys(plans.recipe(values, model__path=plans.LLAMA_8B)))
-    parts = {part.name for kind in plan.memory for phase in kind.phases for part in phase.parts}
-    assert {"engine weights", "engine cache"} <= parts
+    given = plans.recipe({"rollout.layout": None, "rollout.sglang": None}, model__path=plans.LLAMA_8B)
+    rollout = given.rollout.model_copy(update={"engine": "toy", "engines": 2})
+    plan = plans.planned(given.model_copy(update={"rollout": rollout}))
+    held = {part.name: part for kind in plan.memory for phase in kind.phases for part in phase.parts}
+    assert [held[f"engine {name}"].bytes for name in ("weights", "cache")] == [MEMORY.weights, MEMORY.cache]
+    assert held["engine cache"].lowered_by == MEMORY.cache_lowered_by
     assert plan.time is not None
     assert "2 toy engines" in plan.summary["ranks"]
     assert list(engine_problems(plan.grpo, plan.architecture, plan_only=True)) == []
+    split = rollout.model_copy(update={"layout": EngineLayoutConfig(tensor=2)})
+    (problem,) = engine_problems(given.model_copy(update={"rollout": split}), plan.architecture, plan_only=True)
+    assert "toy" in problem.where
 
 
-def test_every_engine_that_a_recipe_may_name_has_a_kind() -> None:
-    assert list(get_args(RolloutConfig.model_fields["engine"].annotation)) == list(ENGINES)
+@pytest.mark.timeout(300)
+def test_a_kind_that_is_added_by_one_line_trains(tmp_path: Path) -> None:
+    recipe = make_run(tmp_path)
+    words = ["train", str(recipe), "rollout.engine=toy", "rollout.engines=2", "track.mlflow=null", "cluster.device=cpu"]
+    named = "from megagrpo.rollout.kinds import ENGINES; ENGINES['toy'] = None"  # before recipes are imported
+    added = f"{named}; from tests.toy_engine import Toy; ENGINES['toy'] = Toy()"
+    run = "from pathlib import Path; from tests.loop.without_ray import run"
+    program = f"{added}; {run}; run({words!r}, Path({str(tmp_path / 'output')!r}))"
+    done = subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(PACKAGE.parent)})
+    assert done.returncode == 0, (tmp_path / "output").read_text()
+    lines = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["weights/version"] for line in lines] == [1, 2]
 
 
 def test_a_deterministic_embedded_engine_decodes_one_request_at_once() -> None:

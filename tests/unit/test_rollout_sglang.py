@@ -13,7 +13,7 @@ import pytest
 
 from megagrpo.cluster.engines import make_engine
 from megagrpo.errors import EngineError, Problem
-from megagrpo.rollout.engine import EngineSpec, UpdateProtocol
+from megagrpo.rollout.engine import Engine, EngineSpec
 from megagrpo.rollout.sglang import server
 from megagrpo.rollout.sglang.arguments import cpu_cache_tokens
 from megagrpo.rollout.sglang.client import Answer, Endpoint, RequestGate, SglangClient
@@ -62,7 +62,8 @@ def test_a_request_whose_connection_breaks_goes_on_after_its_tokens_and_ends_whe
     with breaking(asked) as url:
         client = SglangClient(Endpoint(url), failure=Problem, timeout_seconds=60)
         engine: Any = object.__new__(SglangEngine)
-        engine._client, engine._gate, engine._protocol = client, RequestGate(8), UpdateProtocol("engine 0")
+        Engine.__init__(engine, "engine 0")
+        engine._client, engine._gate = client, RequestGate(8)
         engine._timeout, engine._streams, engine._pause, engine._released = 60.0, True, "retract", set()
         engine._ends, engine._answers, engine._fixed_version, engine._stops = {}, {}, None, set()
         engine._text = lambda tokens, finish: finish

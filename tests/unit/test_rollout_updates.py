@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from megagrpo.errors import EngineError
 from megagrpo.recipe.schema.run import Pause
-from megagrpo.rollout.engine import Engine, EngineState, UpdateProtocol
+from megagrpo.rollout.engine import Engine, EngineState
 from megagrpo.rollout.transformers_engine import TransformersEngine
 from megagrpo.types import Request, Sample, SamplingParams
 from megagrpo.weights.digest import digests
@@ -26,6 +26,7 @@ from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.transport.choice import Channel, TransportName, open_sender
 from megagrpo.weights.transport.rendezvous import RendezvousHost
 from tests.rollout_engines import generate, model_directory, request, start_engine
+from tests.toy_engine import ToyEngine
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 ASKED = [request([5, 6, 7, 8], GREEDY)]
@@ -81,7 +82,7 @@ def test_nothing_is_generated_from_open_or_unverified_weights_nor_after_closing(
     engine.keep_weights(2)
     (kept,) = generate(engine, ASKED)
     assert (kept.tokens.tolist(), set(kept.versions)) == (sample.tokens.tolist(), {2})
-    engine._protocol.lose_weights()
+    engine.lose_weights()
     with pytest.raises(EngineError, match="verified weights"):
         engine.keep_weights(3)
     engine.close()
@@ -189,29 +190,31 @@ def test_the_last_token_of_a_response_that_has_ended_is_sampled_again_by_the_eng
 
 
 CALLS = st.sampled_from(
-    [(name, number) for name in ("begin", "end", "commit") for number in (1, 2)]
-    + [(name,) for name in ("check_receiving", "check_open", "check_serving", "lose_weights", "close")]
+    [(name, number) for name in ("begin_update", "end_update", "commit_update", "keep_weights") for number in (1, 2)]
+    + [(name,) for name in ("receive", "begin", "lose_weights", "close")]
 )
 
 
 @given(st.lists(CALLS, max_size=9))
 def test_calls_out_of_turn_are_refused_and_change_nothing(calls: list[tuple[Any, ...]]) -> None:
-    protocol = UpdateProtocol("engine 0")
-    state, version, incoming = EngineState.SERVING, 0, None
+    engine = ToyEngine("engine 0")
+    states, version, incoming = EngineState, 0, None
+    state = states.SERVING
     for name, *numbers in calls:
         number = numbers[0] if numbers else 0
         in_turn, after = {
             # An update that failed is begun again, and its version never counts.
-            "begin": (state != EngineState.CLOSED and number >= version, (EngineState.RECEIVING, version, number)),
-            "end": (state == EngineState.RECEIVING and number == incoming, (EngineState.UNVERIFIED, version, incoming)),
-            "commit": (state == EngineState.UNVERIFIED and number == incoming, (EngineState.SERVING, number, None)),
-            "check_receiving": (state == EngineState.RECEIVING, (state, version, incoming)),
-            "check_serving": (state == EngineState.SERVING, (state, version, incoming)),
-            "check_open": (state != EngineState.CLOSED, (state, version, incoming)),
-            "lose_weights": (state != EngineState.CLOSED, (EngineState.UNVERIFIED, version, None)),
-            "close": (True, (EngineState.CLOSED, version, None)),
+            "begin_update": (state != states.CLOSED and number >= version, (states.RECEIVING, version, number)),
+            "end_update": (state == states.RECEIVING and number == incoming, (states.UNVERIFIED, version, incoming)),
+            "commit_update": (state == states.UNVERIFIED and number == incoming, (states.SERVING, number, None)),
+            "keep_weights": (state == states.SERVING and number >= version, (states.SERVING, number, None)),
+            "receive": (state == states.RECEIVING, (state, version, incoming)),
+            "begin": (state != states.CLOSED, (state, version, incoming)),
+            "lose_weights": (state != states.CLOSED, (states.UNVERIFIED, version, None)),
+            "close": (True, (states.CLOSED, version, None)),
         }[name]
+        given = {"receive": (1,), "begin": ({}, print)}.get(name, tuple(numbers))
         with nullcontext() if in_turn else pytest.raises(EngineError, match="engine 0"):
-            getattr(protocol, name)(*numbers)
+            getattr(engine, name)(*given)
         state, version, incoming = after if in_turn else (state, version, incoming)
-        assert (protocol.state, protocol.version, protocol.incoming) == (state, version, incoming)
+        assert (engine.state, engine.version, engine.incoming) == (state, version, incoming)

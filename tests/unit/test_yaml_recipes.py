@@ -72,7 +72,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / directory.name).symlink_to(directory)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megagrpo.preflight.model.cached_directory", lambda path: None)
-    monkeypatch.setattr(arguments, "_checked", lambda *asked: ([], []))
+    monkeypatch.setattr(arguments, "_checked", lambda *asked: {"environment": "", "problems": []})
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -333,7 +333,10 @@ class Recipe(Section):
             and r.rollout.layout.pipeline % r.nodes_of_engine
         ),
         "experts_of_an_engine_on_cpus": lambda r: (
-            r.rollout.kind.starts_servers and r.rollout.layout.expert > 1 and r.cluster.device == "cpu"
+            r.rollout.kind.started_by_us
+            and r.rollout.kind.experts_need_gpus
+            and r.rollout.layout.expert > 1
+            and r.cluster.device == "cpu"
         ),
         "files_for_the_embedded_engine": lambda r: r.weights.transfer == "disk" and not r.rollout.kind.reads_files,
         "process_group_on_shared_gpus": lambda r: (

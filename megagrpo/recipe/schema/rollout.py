@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,6 +21,11 @@ from megagrpo.section import (
     Tokens,
     repeated,
 )
+
+if TYPE_CHECKING:
+    EngineName = str
+else:
+    EngineName = Literal[tuple(ENGINES)]
 
 
 class EngineLayoutConfig(Section):
@@ -56,6 +61,11 @@ class SglangConfig(BaseModel):
 
     python: str | None = None
     """Interpreter of another environment that has SGLang; the default is the one that runs megagrpo."""
+
+    @property
+    def engine_kind(self) -> EngineKind:
+        """Returns the kind of engines that has these servers."""
+        return ENGINES["sglang"]
 
 
 class MismatchConfig(Section):
@@ -118,7 +128,7 @@ def has_host(url: str) -> bool:
 class RolloutConfig(Section):
     """The generation of responses for training."""
 
-    engine: Literal["transformers", "sglang", "external"] = "transformers"
+    engine: EngineName = "transformers"
     """Engine that generates. transformers: embedded, for CPUs and tests. sglang: servers that the run starts and ends.
     external: SGLang servers that run already, at `urls`."""
 
@@ -213,10 +223,13 @@ class RolloutConfig(Section):
             for field in ("urls", "api_key_variable")
             if r.kind.started_by_us and (value := getattr(r, field))
         ),
-        "sglang_settings_without_sglang": lambda r: (
-            not r.kind.starts_servers and bool(r.sglang.python is not None or r.sglang.model_extra)
+        "settings_of_another_engine": lambda r: (
+            {"section": section}
+            for kind in ENGINES.values()
+            if (section := kind.settings) not in (None, r.kind.settings)
+            if getattr(r, section) != type(r).model_fields[section].default
         ),
-        "quantization_without_sglang": lambda r: not r.kind.starts_servers and r.quantization,
+        "quantization_of_another_engine": lambda r: not r.kind.quantizes and r.quantization,
         # Arguments that plans calculate with. SGLang itself checks all arguments before a run.
         "mem_fraction_static": lambda r: (
             (share := (r.sglang.model_extra or {}).get("mem_fraction_static")) is not None

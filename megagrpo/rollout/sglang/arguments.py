@@ -1,4 +1,4 @@
-"""The arguments of a server: those that megagrpo sets, and the recipe's (`rollout.sglang`), checked before a run."""
+"""The arguments of a server: those that megagrpo sets, and the recipe's (SglangConfig), checked before a run."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megagrpo.errors import Problem
-from megagrpo.recipe.defaults import cpu_cache_tokens, run_directory
-from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
+from megagrpo.errors import Problem, brief
+from megagrpo.recipe.defaults import cpu_cache_tokens
+from megagrpo.recipe.schema import SglangConfig
 from megagrpo.rollout.sglang.launch import DEVICE_VARIABLE, MEETING_SCHEME, MEETING_VARIABLE
+from megagrpo.section import problem
 from megagrpo.weights.blocks import BLOCK
+from megagrpo.weights.families.reading import read_json
 from megagrpo.weights.transport import LOAD_FORMAT
 
 if TYPE_CHECKING:
-    from megagrpo.rollout.engine import EngineNode, EngineSpec
+    from megagrpo.rollout.engine import EngineNode, ServerSpec
     from megagrpo.rollout.sglang.server import Server
 
 CHECK = Path(__file__).with_name("check_arguments.py")
@@ -75,16 +77,23 @@ OWNED = (
 )  # fmt: skip
 
 
-def sglang_problems(settings: SglangConfig, *, plan_only: bool = False) -> list[Problem]:
-    """Finds problems in `rollout.sglang`: arguments that megagrpo sets, and others that the installed SGLang refuses.
+def sglang_problems(
+    settings: SglangConfig,
+    section: str = "rollout.sglang",
+    named_by: str = "rollout.engine",
+    *,
+    plan_only: bool = False,
+) -> list[Problem]:
+    """Finds problems in settings of servers: arguments that megagrpo sets, and those that the installed SGLang refuses.
 
-    `rollout.sglang.python` is asked once, in a process of its own, because SGLang may be in another environment. With
-    `plan_only` SGLang may be missing, and only names are checked, because its import takes seconds.
+    `section`: the settings in the recipe; `named_by`: the field that asks for SGLang. `python` of the settings is asked
+    once, in a process of its own, because SGLang may be in another environment. With `plan_only` SGLang may be missing,
+    and only names are checked, because its import takes seconds.
     """
     options = dict(settings.model_extra or {})
     problems = [
         Problem(
-            f"rollout.sglang.{name}",
+            f"{section}.{name}",
             given=repr(options[name]),
             needed=owner if owner.startswith("nothing") else "not set here: another key of the recipe decides it",
             fix="remove it" if owner.startswith("nothing") else f"set {owner}",
@@ -93,13 +102,18 @@ def sglang_problems(settings: SglangConfig, *, plan_only: bool = False) -> list[
         if name in options
     ]
     free = {name: value for name, value in options.items() if name not in OWNED}
-    of_environment, of_options = _checked(settings.python, free, plan_only)
-    return problems + ([] if plan_only else of_environment) + of_options
+    interpreter, where = settings.python or sys.executable, f"{section}.python" if settings.python else named_by
+    answer = _checked(interpreter, free, plan_only)
+    if isinstance(answer, str):
+        return problems + [Problem(where, answer, "a Python interpreter with SGLang")] * (not plan_only)
+    if answer["environment"] and not plan_only:
+        fix = f"make sglang-cpu on a CPU machine, pip install megagrpo[sglang] on GPUs, or set {section}.python"
+        problems.append(Problem(where, answer["environment"], answer["needed"], fix))
+    return problems + [Problem(**{**one, "where": f"{section}.{one['where']}"}) for one in answer["problems"]]
 
 
-def _checked(python: str | None, options: Mapping[str, Any], names_only: bool) -> tuple[list[Problem], list[Problem]]:
-    """Asks the interpreter with SGLang. Returns the problems of its environment, and those of these options."""
-    interpreter, where = python or sys.executable, "rollout.engine" if python is None else "rollout.sglang.python"
+def _checked(interpreter: str, options: Mapping[str, Any], names_only: bool) -> dict[str, Any] | str:
+    """Asks an interpreter with SGLang. Returns the answer of check_arguments.py, or the interpreter's fault."""
     try:
         check = subprocess.run(
             [interpreter, "-c", CHECK.read_text()],  # not as a file: its neighbours would hide other modules
@@ -112,98 +126,76 @@ def _checked(python: str | None, options: Mapping[str, Any], names_only: bool) -
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         fault = error.strerror or error if isinstance(error, OSError) else f"no answer in {CHECK_SECONDS:g} s"
-        return [Problem(where, f"{interpreter}: {fault}", "a Python interpreter with SGLang")], []
+        return f"{interpreter}: {fault}"
     if check.returncode != 0:
         last = (check.stderr.strip().splitlines() or ["no message"])[-1]
-        return [Problem(where, f"{interpreter} failed: {last}", "a Python interpreter with SGLang")], []
-    answer = json.loads(check.stdout.splitlines()[-1])
-    if answer["environment"]:
-        fix = "make sglang-cpu on a CPU machine, pip install megagrpo[sglang] on GPUs, or set rollout.sglang.python"
-        return [Problem(where, answer["environment"], answer["needed"], fix)], []
-    return [], [Problem(**problem) for problem in answer["problems"]]
+        return f"{interpreter} failed: {last}"
+    answer: dict[str, Any] = json.loads(check.stdout.splitlines()[-1])
+    return answer
 
 
-def server_arguments(
-    *,
-    model_directory: str,
-    layout: EngineLayoutConfig,
-    dtype: str,
-    device: str,
-    requests_at_once: int,
-    tokens_per_request: int,
-    longest_pause_seconds: float,
-    options: Mapping[str, Any],
-    deterministic: bool = False,
-    quantization: str | None = None,
-    loads_weights: bool = False,
-) -> dict[str, Any]:
-    """Returns fields of ServerArgs for one engine; `options` (rollout.sglang without `python`) override the defaults.
+def model_problems(directory: Path) -> list[Problem]:
+    """Returns a problem if config.json lacks the model class, without which SGLang exits after its start."""
+    config = directory / "config.json"
+    architectures = read_json(config).get("architectures") or []
+    if any(str(name).endswith("ForCausalLM") for name in architectures):
+        return []
+    return [problem("class_of_the_model", config=config, architectures=brief(architectures))]
 
-    `tokens_per_request` is the longest prompt plus response. `longest_pause_seconds` is how long a weight update may
-    take: SGLang's watchdog, which ends a scheduler that does nothing, must wait longer. The server begins with weights
-    that mean nothing, and the first update brings the policy's, unless it `loads_weights` of the model directory.
+
+def server_arguments(spec: ServerSpec) -> dict[str, Any]:
+    """Returns fields of ServerArgs; the recipe's settings override the defaults.
+
+    A server begins with weights that mean nothing, and the first update brings the policy's, unless it keeps those of
+    the model directory. SGLang's watchdog, which ends a scheduler that does nothing, waits longer than an update.
     """
-    of_cpus = {
-        "attention_backend": "torch_native",
-        "sampling_backend": "pytorch",
-        "max_total_tokens": cpu_cache_tokens(requests_at_once, tokens_per_request),
-        "skip_server_warmup": True,
-    }
-    return {
-        "watchdog_timeout": longest_pause_seconds + WATCHDOG_SECONDS,
-        "max_running_requests": requests_at_once,
+    layout, options, on_cpus = spec.layout, spec.settings.model_extra or {}, spec.device == "cpu"
+    if on_cpus:
+        defaults: dict[str, Any] = {
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "max_total_tokens": cpu_cache_tokens(spec.requests_at_once, spec.tokens_per_request),
+            "skip_server_warmup": True,
+        }
+    else:
+        defaults = {"enable_fp32_lm_head": True}  # as the trainer; in bfloat16 each side would round in its own way
+        if not options.keys() & {"cuda_graph_bs_decode", "cuda_graph_config"}:
+            # By itself SGLang captures as it thinks fit for the card; more requests would run without a graph.
+            most = options.get("max_running_requests") or spec.requests_at_once
+            defaults["cuda_graph_max_bs_decode"] = -(-most // layout.attention_data)
+    arguments = {
+        "watchdog_timeout": spec.pause_seconds + WATCHDOG_SECONDS,
+        "max_running_requests": spec.requests_at_once,
         "sleep_on_idle": True,  # otherwise each idle scheduler takes a core
-        **(of_cpus if device == "cpu" else _defaults_of_gpus(requests_at_once, layout, options)),
+        **defaults,
         **options,
-        "model_path": model_directory,
-        "skip_tokenizer_init": True,  # token ids in, token ids out
-        "incremental_streaming_output": True,  # each token of a stream comes once
-        "dtype": dtype,
-        "device": device,
+        "model_path": spec.model_directory,
+        "dtype": spec.dtype,
+        "device": spec.device,
         "tp_size": layout.tensor,
         "ep_size": layout.expert,
         "pp_size": layout.pipeline,
         "attn_dp_size": layout.attention_data,
         # Otherwise each rank gathers the hidden states of all groups, and the logits after that.
         "enable_dp_lm_head": layout.attention_data > 1,
-        "load_format": "auto" if loads_weights else "dummy",
-        "enable_deterministic_inference": deterministic or device == "cpu",  # to sample by seed
-        **({} if device == "cpu" else {"moe_runner_backend": "triton"}),
-        **({} if quantization is None else {"json_model_override_args": _in_blocks(options)}),
+        "load_format": "auto" if spec.keeps_weights else "dummy",
+        "enable_deterministic_inference": spec.deterministic or on_cpus,  # to sample by seed
+        "skip_tokenizer_init": not spec.answers_chats,  # token ids in, token ids out
+        "incremental_streaming_output": not spec.answers_chats,  # each token of a stream comes once
+    }
+    if spec.answers_chats:
+        return arguments | ({} if on_cpus else {"enable_fp32_lm_head": False})
+    if not on_cpus:
+        arguments["moe_runner_backend"] = "triton"
+    if spec.quantization is not None:  # into blocks, of which there are no files, beside the recipe's own changes
+        changes = json.loads(options.get("json_model_override_args") or "{}")
+        blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+        arguments["json_model_override_args"] = json.dumps(changes | {"quantization_config": blocks})
+    return arguments | {
         "weight_version": "0",
         "disable_shared_experts_fusion": True,  # weights are sent to them as they are (weights/sides/sglang.py)
         "custom_weight_loader": [LOAD_FORMAT],
     }
-
-
-def _defaults_of_gpus(requests_at_once: int, layout: EngineLayoutConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    # As the trainer computes them; in bfloat16 both sides would round, each in its own way.
-    defaults: dict[str, Any] = {"enable_fp32_lm_head": True}
-    if not options.keys() & {"cuda_graph_bs_decode", "cuda_graph_config"}:
-        # By itself SGLang captures as it thinks fit for the card; more requests would run without a graph.
-        most = options.get("max_running_requests") or requests_at_once
-        defaults["cuda_graph_max_bs_decode"] = -(-most // layout.attention_data)
-    return defaults
-
-
-def judge_arguments(*, device: str, **given: Any) -> dict[str, Any]:
-    """Returns fields of ServerArgs for a server that answers chats with its directory's weights. Takes what
-    server_arguments takes, but for longest_pause_seconds."""
-    arguments = server_arguments(device=device, longest_pause_seconds=0.0, loads_weights=True, **given)
-    for field in ("custom_weight_loader", "moe_runner_backend", "weight_version", "disable_shared_experts_fusion"):
-        arguments.pop(field, None)
-    return arguments | {
-        "skip_tokenizer_init": False,
-        "incremental_streaming_output": False,
-        **({} if device == "cpu" else {"enable_fp32_lm_head": False}),
-    }
-
-
-def _in_blocks(options: Mapping[str, Any]) -> str:
-    """Returns JSON: the recipe's changes of config.json, and those for float8 blocks of which there are no files."""
-    changes = json.loads(options.get("json_model_override_args") or "{}")
-    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-    return json.dumps(changes | {"quantization_config": blocks})
 
 
 def node_settings(node: EngineNode) -> tuple[dict[str, Any], dict[str, str]]:
@@ -229,32 +221,16 @@ def cache_variables() -> dict[str, str]:
     return {"SGLANG_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"sglang_{os.getuid()}")}
 
 
-def start_server(spec: EngineSpec) -> Server:
-    """Starts the server of an engine of the run, or its process on one of several nodes. Raises EngineError."""
+def start_server(spec: ServerSpec) -> Server:
+    """Starts a server, or its process on one of several nodes. Raises EngineError."""
     from megagrpo.rollout.sglang.server import Server
 
-    recipe, rollout = spec.recipe, spec.recipe.rollout
-    of_sets = (one.response_tokens_max or 0 for one in recipe.eval.of_sets().values())
-    arguments = server_arguments(
-        model_directory=spec.model_directory,
-        layout=rollout.layout,
-        dtype=spec.dtype,
-        device=spec.device,
-        requests_at_once=rollout.requests_at_once,
-        tokens_per_request=max(recipe.sequence_tokens_max, recipe.data.prompt_tokens_max + max(of_sets, default=0)),
-        longest_pause_seconds=recipe.weights.timeout_seconds,
-        options=rollout.kind.options(rollout),
-        deterministic=bool(recipe.deterministic),
-        quantization=spec.quantization,
-        loads_weights=spec.keeps_weights,
-    )
-    environment, name = server_environment(spec.device, rollout.layout.ranks, spec.threads, spec.index), spec.name
+    arguments = server_arguments(spec)
+    environment = server_environment(spec.device, spec.layout.ranks, spec.threads, spec.index)
     if spec.node is not None:
         of_node, variables = node_settings(spec.node)
         arguments, environment = arguments | of_node, environment | variables
-        name = f"{name} node {spec.node.rank}" if spec.node.rank else name
-    log = run_directory(recipe) / "logs" / f"{name.replace(' ', '_')}.log"
-    return Server(arguments, name=name, log=log.absolute(), python=rollout.sglang.python, environment=environment)
+    return Server(arguments, name=spec.name, log=spec.log, python=spec.settings.python, environment=environment)
 
 
 def server_environment(device: str, ranks: int, threads: int, engine: int = 0) -> dict[str, str]:

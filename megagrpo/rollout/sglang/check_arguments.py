@@ -2,7 +2,7 @@
 
 Standard input is a JSON object: `options`, and `names_only`, to check no values. Run by the interpreter that has
 SGLang, which need not have megagrpo. Prints one line of JSON: `environment`, what is wrong with the environment itself,
-and what is `needed`; or `problems`, each with where, given, needed and fix.
+and what is `needed`; or `problems`, each with where (an option), given, needed and fix.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def name_problems(options: dict[str, Any], known: set[str]) -> list[dict[str, st
         nearest = difflib.get_close_matches(name, known, n=1)
         problems.append(
             {
-                "where": f"rollout.sglang.{name}",
+                "where": name,
                 "given": repr(options[name]),
                 "needed": "an argument of sglang.launch_server, with underscores",
                 "fix": f"did you mean `{nearest[0]}`?" if nearest else "remove it",
@@ -92,7 +92,7 @@ def option_problems(options: dict[str, Any]) -> list[dict[str, str]]:
     problems = name_problems(options, known)
     for name in (name for name in options if name in known):
         hint, value = hints[name], options[name]
-        problem = {"where": f"rollout.sglang.{name}", "given": repr(value)}
+        problem = {"where": name, "given": repr(value)}
         try:
             TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value, strict=True)
         except ValidationError as error:

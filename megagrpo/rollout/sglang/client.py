@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import urllib.request
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ ABORT_SECONDS = 30.0  # an aborted request is answered at the next token; this i
 ABORT_AGAIN_SECONDS = 5.0  # an abort that comes before its request does nothing
 CLOSE_SECONDS = 5.0
 LONGEST_MESSAGE = 500
+MODEL_INFO_SECONDS = 60.0
 EVENTS = "text/event-stream"
 TOKENS_PER_PART = 50
 """Tokens per part of a stream. SGLang's scheduler sends as many at once to its HTTP server if nothing is streamed."""
@@ -154,6 +156,20 @@ class Endpoint:
 
     url: str
     api_key: str | None = field(default=None, repr=False)
+
+
+def served_model(url: str, api_key: str) -> Mapping[str, Any]:
+    """Returns the /model_info of a server. Raises EngineError if none answers there."""
+    try:
+        request = urllib.request.Request(
+            f"{url.rstrip('/')}/model_info", headers={"Authorization": f"Bearer {api_key}"}
+        )
+        with urllib.request.urlopen(request, timeout=MODEL_INFO_SECONDS) as answer:
+            info = json.load(answer)
+    except (OSError, ValueError) as error:
+        fix = "check the URL; --api-key-variable names the environment variable with the server's key"
+        raise EngineError(Problem(url, f"/model_info: {error}", "a running SGLang server", fix)) from None
+    return info if isinstance(info, dict) else {}
 
 
 class SglangClient:
@@ -333,30 +349,26 @@ class RequestGate:
 
     @asynccontextmanager
     async def turn(self, up: asyncio.Event) -> AsyncIterator[bool]:
-        """Waits for this request's turn. Yields False if `up` was set first."""
+        """Waits for this request's turn, in which it is on the way. Yields False if `up` was set first."""
         turn = asyncio.ensure_future(self._turns.acquire())
         if not await _in_time(turn, up):
             turn.cancel()
             yield False
             return
+        runs = False
         try:
             opened = asyncio.ensure_future(self._open.wait())
-            may_run = await _in_time(opened, up)
+            runs = await _in_time(opened, up)
             opened.cancel()
-            yield may_run
+            self._running += runs
+            if runs:
+                self._idle.clear()
+            yield runs
         finally:
-            self._turns.release()
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        self._running += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._running -= 1
+            self._running -= runs
             if not self._running:
                 self._idle.set()
+            self._turns.release()
 
     @property
     def held(self) -> bool:

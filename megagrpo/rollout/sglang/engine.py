@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megagrpo.errors import EngineError, MegagrpoError, Problem
-from megagrpo.rollout.engine import Done, Engine, EngineSpec, MemoryTag, SoFar, UpdateProtocol
+from megagrpo.rollout.engine import Done, Engine, EngineSpec, MemoryTag, SoFar
 from megagrpo.rollout.requests import nothing_sampled
 from megagrpo.rollout.sglang.arguments import OWNED
 from megagrpo.rollout.sglang.client import (
@@ -68,7 +68,7 @@ def check_server(info: Mapping[str, Any], spec: EngineSpec, architecture: Archit
 
 
 class SglangEngine(Engine):
-    """An engine over a Server, which `close` ends, or over one that runs already, at rollout.urls.
+    """An engine over a server of its own, which `close` ends, or over one that runs already, at rollout.urls.
 
     At most `rollout.requests_at_once` requests are on the way. A request that runs or waits `rollout.timeout_seconds`
     after it began is aborted with the tokens that it has. `weights.timeout_seconds` limits every other request to the
@@ -83,6 +83,7 @@ class SglangEngine(Engine):
     """
 
     def __init__(self, spec: EngineSpec, server: Server | None = None) -> None:
+        super().__init__(spec.name)
         recipe, rollout, keeps_weights = spec.recipe, spec.recipe.rollout, spec.keeps_weights
         self._server, self._fixed_version = server, 0 if keeps_weights else None
         architecture = read_architecture(spec.model_directory)
@@ -92,7 +93,6 @@ class SglangEngine(Engine):
         ]
         self._tokenizer: Any = load_tokenizer(spec.tokenizer_directory)
         self._stops = end_tokens(spec.model_directory)
-        self._protocol = UpdateProtocol(spec.name)
         self._timeout, self._pause = rollout.timeout_seconds, recipe.pause
         if server:
             server.wait_until_ready(recipe.cluster.start_timeout_seconds)
@@ -124,14 +124,14 @@ class SglangEngine(Engine):
             raise
         self._weights = ServerWeights(self._client.post, spec.name, self._manifests, self._info)
         if not keeps_weights and (not server or self._info.get("load_format") == "dummy"):
-            self._lose_weights()
+            self.lose_weights()
 
     # --- samples ------------------------------------------------------------------------------------------------------
 
     def begin(self, requests: Mapping[int, Request], done: Done) -> None:
         """Starts to sample these requests. If an update begins meanwhile, those that are not sent yet wait for its end,
         and those that run are paused as the recipe says."""
-        self._protocol.check_open(requests.values())
+        self.check_requests(requests.values())
         self._resume_memory(["kv_cache"])
         self._client.run(self._begin(requests, done))
 
@@ -176,14 +176,14 @@ class SglangEngine(Engine):
                 if not wanted:
                     begun = request.begun or nothing_sampled(request)
                     return replace(begun, text=self._text(begun.tokens, "abort"))
-                sent_to = self._protocol.version
+                sent_to = self.version
                 try:
                     answer = await self._send(ticket, request, end)
                 except BrokenConnection:
                     # The seed is the same, and a server that still runs has dropped the first request.
                     again = replace(request, begun=self._answers[ticket].so_far())
                     answer = await self._send(ticket, again, end)
-            sample = answer.sample(self._text, self._protocol.name, self._stops)
+            sample = answer.sample(self._text, self.name, self._stops)
             # A request that was sent to one version, and has only tokens of later ones, waited in the server while
             # weights were written in place: it used keys and values of its prompt that the old weights had made.
             new = sample.versions[len(sample.versions) - answer.count :]
@@ -194,17 +194,16 @@ class SglangEngine(Engine):
     async def _send(self, ticket: int, request: Request, end: asyncio.Event) -> Answer:
         rid = uuid.uuid4().hex
         answer = self._answers[ticket] = Answer(request, self._fixed_version)
-        body = generate_body(request, rid, self._protocol.version, streams=self._streams)
-        with self._gate.running():
-            try:
-                await self._client.generate(body, answer, end, held=lambda: self._gate.held)
-            except BrokenConnection:
-                if not answer.ended:
-                    raise
-            except asyncio.CancelledError:
-                # SGLang notices a closed connection late, and would go on sampling until then.
-                self._client.start(self._client.abort(rid))
+        body = generate_body(request, rid, self.version, streams=self._streams)
+        try:
+            await self._client.generate(body, answer, end, held=lambda: self._gate.held)
+        except BrokenConnection:
+            if not answer.ended:
                 raise
+        except asyncio.CancelledError:
+            # SGLang notices a closed connection late, and would go on sampling until then.
+            self._client.start(self._client.abort(rid))
+            raise
         return answer
 
     def _text(self, tokens: np.ndarray, finish: FinishReason) -> str:
@@ -219,23 +218,11 @@ class SglangEngine(Engine):
         was_open = self._update_open
         self._open_update()
         self._weights.connect(plan, destinations, channel)
-        self._protocol.connect()
+        self.oldest = 0
         if not was_open:
             self._end_update()
 
-    def keep_weights(self, version: int) -> None:
-        self._protocol.check_serving()
-        self._pause_for(version)
-        self._protocol.end(version)
-        self.commit_update(version)
-
-    def begin_update(self, version: int) -> None:
-        self._pause_for(version)
-        self._resume_memory(["weights"])
-        self._open_update()
-
-    def _pause_for(self, version: int) -> None:
-        self._protocol.begin(version)
+    def pause(self) -> None:
         self._client.run(self._gate.hold())
         if self._pause == "finish":
             self._client.run(self._gate.drained())
@@ -243,15 +230,16 @@ class SglangEngine(Engine):
             self._client.post("/pause_generation", {"mode": "in_place" if self._pause == "finish" else self._pause})
             self._paused = True
 
-    def receive(self, version: int) -> None:
-        self._protocol.check_receiving()
+    def open_update(self) -> None:
+        self._resume_memory(["weights"])
+        self._open_update()
+
+    def receive_weights(self, version: int) -> None:
         self._weights.receive(version)
 
-    def end_update(self, version: int) -> list[Mapping[str, int]]:
-        self._protocol.check_receiving()
+    def close_update(self) -> list[Mapping[str, int]]:
         arrived = self._weights.digests()
         self._end_update()
-        self._protocol.end(version)
         return arrived
 
     def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
@@ -260,15 +248,15 @@ class SglangEngine(Engine):
         self._end_update()
         return by_rank
 
-    def commit_update(self, version: int) -> None:
-        self._protocol.check_commit(version)
+    def label_weights(self, version: int) -> None:
         self._client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         # In place, running requests use the cache. Others do not take keys and values of other versions from it.
         if self._pause != "in_place" and "kv_cache" not in self._released:
             self._client.post("/flush_cache", {})
         self._client.post("/continue_generation", {})
         self._paused = False
-        self._protocol.commit(version)
+
+    def resume(self) -> None:
         self._client.run(self._gate.release())
 
     def _open_update(self) -> None:
@@ -288,16 +276,16 @@ class SglangEngine(Engine):
         if not self._info.get("enable_memory_saver") or not wanted:
             return
         if count := self._client.run(self._gate.count()):
-            where = f"{self._protocol.name}: release_memory"
+            where = f"{self.name}: release_memory"
             raise EngineError(Problem(where, given=f"{count} requests that run", needed="an engine that is idle"))
         self._client.post("/release_memory_occupation", {"tags": wanted})
         self._released |= set(wanted)
         if "weights" in wanted:
-            self._lose_weights()
+            self.lose_weights()
 
-    def _lose_weights(self) -> None:
+    def lose_weights(self) -> None:
         """Holds requests until the next update's end."""
-        self._protocol.lose_weights()
+        super().lose_weights()
         self._client.run(self._gate.hold())
 
     def _resume_memory(self, tags: Sequence[MemoryTag]) -> None:
@@ -310,7 +298,7 @@ class SglangEngine(Engine):
     # --- the server ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        self._protocol.close()
+        super().close()
         self._weights.close()
         self._client.close()
         if self._server is not None:
@@ -321,4 +309,4 @@ class SglangEngine(Engine):
         what = f"{asked} failed"
         if self._server is not None:
             return self._server.problem(what, given)
-        return Problem(f"{self._protocol.name}: {what}", given=given, needed="the server that rollout.urls names")
+        return Problem(f"{self.name}: {what}", given=given, needed="the server that rollout.urls names")

@@ -6,10 +6,20 @@ The arguments, the API key among them, come on standard input so that `ps` does 
 processes, and each runs this module's top level again: code that every process needs is called there. On CPUs they are
 forked from this process, and inherit its state.
 
-SGLang 0.5 lacks some things on a machine without GPUs and without its own CPU kernels. This module puts plain PyTorch
-in their place: two modules that SGLang imports there and never uses; sampling by seed, which it has for GPU attention
-only and which needs a hash; and what attention data parallelism exchanges. On every machine a paused scheduler rests,
-and each part of a stream says which weights have sampled its tokens. Nothing here changes how a model computes.
+Changes of SGLang 0.5.23. None changes how a model computes.
+
+    function                  changes                             because
+    listen_on_loopback        torch's TCPStore, on one node       it listens to any machine
+    meet_in_store             torch's rendezvous, on several      likewise; ranks meet behind a gate
+    rest_while_paused         the scheduler                       a paused one takes a core
+    tell_versions             the output streamer                 only a stream's last part tells its weight versions
+    keep_loads_with_sockets   the file with a server's load       nothing removes it from /dev/shm
+    skip_other_models         the registry of models              it imports 200 modules
+    On CPUs, without GPUs and SGLang's own kernels for CPUs:
+    fork_processes            multiprocessing                     a spawned process imports SGLang for ten seconds
+    fill_gaps_on_cpus         vllm and torchvision, stand-ins     SGLang imports both and uses neither
+    _sample_by_seed           sampling, by a hash in numpy        seeds are for attention and kernels of GPUs only
+    exchange_between_groups   attention data parallelism          it needs pinned memory and Triton
 """
 
 from __future__ import annotations
@@ -30,7 +40,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -45,14 +55,13 @@ DEVICE_VARIABLE = "MEGAGRPO_SGLANG_DEVICE"
 MEETING_VARIABLE = "MEGAGRPO_SGLANG_MEETING"
 """The store in which the ranks of a server on several nodes meet: a StoreAddress as JSON. Not set on one node."""
 MEETING_SCHEME = "megagrpo"
-SCHEDULER, LOADS = "sglang.srt.managers.scheduler", "sglang.srt.managers.load_snapshot"
 OWNER_CHECK_SECONDS = 0.5
 PACKAGE = Path(__file__).resolve().parents[2]
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """A finder of the megagrpo that started the server, and of nothing else of its environment. It changes modules of
-    SGLang in each process that imports them: see rest_while_paused, tell_versions and keep_loads_with_sockets."""
+    """A finder of the megagrpo that started the server, and of nothing else of its environment. It makes CHANGES of
+    SGLang's modules in each process that imports them."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -61,7 +70,7 @@ class Finder(importlib.abc.MetaPathFinder):
             return importlib.util.spec_from_file_location(
                 fullname, PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
             )
-        if fullname not in (SCHEDULER, LOADS):
+        if fullname not in CHANGES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is None or spec.loader is None:
@@ -70,11 +79,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def run_and_change(module: ModuleType) -> None:
             run(module)
-            if fullname == LOADS:
-                keep_loads_with_sockets(module)
-            else:
-                rest_while_paused(vars(module)["Scheduler"])
-                tell_versions(importlib.import_module("sglang.srt.managers.scheduler_components.output_streamer"))
+            CHANGES[fullname](module)
 
         vars(spec.loader)["exec_module"] = run_and_change
         return spec
@@ -131,10 +136,7 @@ def meet_in_store(meeting: str) -> None:
 
 
 def fork_processes() -> None:
-    """Forks this process where SGLang would spawn one, which takes ten seconds of a core to import SGLang again.
-
-    For CPUs only: CUDA does not survive a fork.
-    """
+    """Forks this process where SGLang would spawn one. For CPUs only: CUDA does not survive a fork."""
     multiprocessing.set_start_method("fork")
     vars(multiprocessing)["set_start_method"] = lambda *arguments, **options: None  # SGLang asks for "spawn"
     from megagrpo.processes.lifetime import end_with_parent
@@ -142,9 +144,9 @@ def fork_processes() -> None:
     os.register_at_fork(after_in_child=end_with_parent)
 
 
-def rest_while_paused(scheduler_class: Any) -> None:
-    """Lets a paused scheduler sleep until it is asked for something, as an idle one does: it would take a core, which
-    training ranks need to send weights."""
+def rest_while_paused(module: Any) -> None:
+    """Lets a paused scheduler sleep, as an idle one does: training ranks need its core to send weights."""
+    scheduler_class = module.Scheduler
     record = scheduler_class._record_scheduler_state_for_paused_engine
 
     def record_and_rest(scheduler: Any) -> None:
@@ -155,7 +157,7 @@ def rest_while_paused(scheduler_class: Any) -> None:
 
 
 def tell_versions(output_streamer: Any) -> None:
-    """Adds the weight version of each token to all parts of a stream. SGLang adds it to the last part only."""
+    """Adds the weight version of each token to all parts of a stream."""
     output = output_streamer._GenerationStreamAccumulator
     accept = output.accept
 
@@ -172,10 +174,17 @@ def tell_versions(output_streamer: Any) -> None:
 
 
 def keep_loads_with_sockets(load_snapshot: Any) -> None:
-    """Moves the file with a server's load into the server's own directory, which goes however the server ends: SGLang
-    does not remove what it makes in /dev/shm."""
+    """Moves the file with a server's load into the server's own directory, which goes however the server ends."""
     path_for = load_snapshot.shm_path_for
     load_snapshot.shm_path_for = lambda name: os.path.join(tempfile.gettempdir(), os.path.basename(path_for(name)))
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "sglang.srt.managers.scheduler": rest_while_paused,
+    "sglang.srt.managers.scheduler_components.output_streamer": tell_versions,
+    "sglang.srt.managers.load_snapshot": keep_loads_with_sockets,
+}
+"""Changes of modules, on every machine."""
 
 
 def end_with(owner: int, directory: str) -> None:
@@ -287,7 +296,7 @@ def _sample_by_seed() -> None:
 
 
 def exchange_between_groups() -> None:
-    """Lets groups of attention data parallelism run without pinned memory, Triton and SGLang's own operators."""
+    """Lets groups of attention data parallelism run without pinned memory, Triton and SGLang's operators."""
     import sglang.srt.layers.dp_attention as dp_attention
     import sglang.srt.model_executor.forward_batch_info as forward_batch_info
     from sglang.srt.distributed.parallel_state import GroupCoordinator

@@ -31,9 +31,9 @@ from functools import lru_cache
 from typing import Protocol
 
 from megagrpo.errors import ModelError, Problem
-from megagrpo.weights.blocks import in_blocks
+from megagrpo.weights.blocks import in_blocks, quantized_shapes
 from megagrpo.weights.boxes import Fill, Manifest, Storage
-from megagrpo.weights.families import FAMILIES, tensors_of
+from megagrpo.weights.families import FAMILIES
 from megagrpo.weights.families.architecture import Architecture, Experts, Role, Tensor
 from megagrpo.weights.sides.assembly import (
     LayerTensors,
@@ -71,13 +71,6 @@ class EngineSizes(Protocol):
     attention_data: int
 
     def __hash__(self) -> int: ...
-
-
-QUANTIZED: frozenset[Role] = frozenset([
-    "q", "k", "v", "o", "q_down", "q_up", "kv_down", "kv_up", "gate", "up", "down",
-    "expert_gate", "expert_up", "expert_down", "shared_gate", "shared_up", "shared_down",
-])  # fmt: skip
-"""The roles in blocks of float8 in a quantised model of SGLang: all linear layers but the router and the head."""
 
 
 def manifest(
@@ -143,12 +136,6 @@ def _block_problems(arch: Architecture, layout: EngineSizes) -> tuple[Problem, .
     except ModelError as error:
         return tuple(error.problems[:SHOWN_PROBLEMS])
     return ()
-
-
-@lru_cache(maxsize=16)
-def quantized_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes, by name, of the tensors that a quantised model has in blocks."""
-    return {tensor.name: tensor.shape for tensor in tensors_of(arch) if tensor.role in QUANTIZED}
 
 
 def split_problems(

@@ -1,0 +1,170 @@
+"""The memory of one SGLang engine, as a plan states it: parameters of its ranks, its cache, and SGLang's reserves
+(0.5.23)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import mul
+from typing import Any
+
+from megagrpo.plan.assumptions import longest_sequence
+from megagrpo.plan.case import Case
+from megagrpo.plan.engine import GIB, MIB, EngineMemory, asked_at_once, cache_bytes_per_token
+from megagrpo.plan.parameters import BLOCK_ELEMENT_BYTES, layer_counts, sample_of, shard_of
+from megagrpo.recipe.defaults import cpu_cache_tokens
+from megagrpo.recipe.schema import EngineLayoutConfig
+from megagrpo.weights.blocks import quantized_shapes
+from megagrpo.weights.families import FAMILIES
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.sides.sglang import manifest, stage_layers
+
+WHOLE_PREFILL_TOKENS = 16384
+"""SGLang's max_prefill_tokens: a prefill's tokens if prompts are not cut into chunks (chunked_prefill_size -1)."""
+PREFILL_TOKENS = ((20 * GIB, 2048), (60 * GIB, 4096), (160 * GIB, 8192), (2**63, 16384))
+"""Tokens of a prefill that SGLang chooses for cards below a size in bytes."""
+PREFILL_GRAPHS = ((4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, 2**31, 512))
+"""Tokens of the prefills that SGLang captures in graphs, as ranges (sglang/srt/arg_groups/cuda_graph_hook.py)."""
+
+
+def sglang_memory(case: Case) -> EngineMemory:
+    """Returns the memory of a GRPO recipe's engines. For an unknown card, the cache has all that the recipe could use.
+
+    SGLang takes mem_fraction_static of the memory that is free at its start, beside the trainer. The card is assumed to
+    be empty then.
+    """
+    recipe, arch, element = case.grpo, case.architecture, case.item_bytes
+    card_bytes, device, rollout = case.card_bytes, case.device, recipe.rollout
+    options, layout, longest = rollout.kind.options(rollout), rollout.layout, longest_sequence(recipe)
+    group = layout.tensor // layout.attention_data
+    at_once = options.get("max_running_requests") or rollout.requests_at_once
+    asked = min(asked_at_once(case), at_once)
+    dtype = str(options.get("kv_cache_dtype") or "auto")
+    cached = 1 if dtype.startswith("fp8") else 2 if dtype in ("bf16", "bfloat16") else element
+    per_token = cache_bytes_per_token(arch, group, cached)
+    weights, token_bytes = [], []  # by stage
+    for stage, held in enumerate(engine_rank_parameters(arch, layout, device)):
+        run = stage_layers(arch.layers, stage, layout.pipeline)
+        layers = len(run)
+        weights.append(held * element)
+        if rollout.quantization is not None:
+            blocks = sum(map(mul, layer_counts(arch, run), engine_blocks(arch, layout)))
+            weights[-1] -= int(blocks * (element - BLOCK_ELEMENT_BYTES))
+        if (latent := arch.latent) is not None:  # w_kc and w_vc, which SGLang makes of kv_b_proj
+            each_head = (latent.plain_dim + latent.value_dim) * latent.key_value_rank
+            weights[-1] += layers * (arch.heads // group) * each_head * element
+        token_bytes.append(per_token * layers // arch.layers)
+    sizes = GraphSizes.of(options, card_bytes, layout, at_once)
+    if device == "cpu":
+        tokens = cpu_cache_tokens(rollout.requests_at_once, longest)
+    elif card_bytes is None:
+        tokens = -(-asked // layout.attention_data) * longest
+    else:
+        static = int(card_bytes * (options.get("mem_fraction_static") or default_fraction(sizes, card_bytes)))
+        # Every stage caches the same tokens: as many as the one with the least room.
+        tokens = min(max(0, static - held) // token for held, token in zip(weights, token_bytes, strict=True))
+    tokens = min(tokens, options.get("max_total_tokens") or tokens)
+    fullest = max(range(layout.pipeline), key=lambda stage: weights[stage] + tokens * token_bytes[stage])
+    return EngineMemory(
+        weights[fullest],
+        tokens * token_bytes[fullest],
+        working=0 if device == "cpu" else _working_bytes(arch, sizes, element),
+        cache_tokens=tokens * layout.attention_data,
+        longest=longest,
+        asked=asked,
+        reserved=True,
+        weights_lowered_by=("rollout.layout.tensor",),
+        cache_lowered_by=(f"rollout.sglang.{'max_total_tokens' if device == 'cpu' else 'mem_fraction_static'}",),
+        working_lowered_by=("rollout.sglang.chunked_prefill_size",),
+        freed_by=("rollout.sglang.enable_memory_saver",),
+    )
+
+
+@lru_cache(maxsize=1024)
+def engine_blocks(arch: Architecture, layout: EngineLayoutConfig) -> tuple[int, int]:
+    """Returns the elements in blocks on one rank of a quantised engine: of a layer with an MLP, and of one with
+    experts."""
+    sample, one_stage = sample_of(arch, layout.tensor), layout.model_copy(update={"pipeline": 1})
+    held, shapes = manifest(sample, one_stage, 0, "float32", "cuda"), quantized_shapes(sample)
+    names = {its.storage for its in held.placements if its.box.tensor in shapes}
+    blocks = replace(held, storages={name: held.storages[name] for name in names})
+    _, (plain, sparse) = shard_of(replace(arch, hidden=0), blocks, layout.tensor)  # no part of it is a router
+    return sum(plain), sum(sparse)
+
+
+@lru_cache(maxsize=1024)
+def engine_rank_parameters(arch: Architecture, layout: EngineLayoutConfig, device: str) -> tuple[int, ...]:
+    """Returns the elements of all parameters of one rank, for each pipeline stage. Raises ModelError if SGLang
+    cannot hold the model so."""
+    one_stage = layout.model_copy(update={"pipeline": 1})
+    sample = manifest(sample_of(arch, layout.tensor), one_stage, 0, "float32", device)
+    outside, layers = shard_of(arch, sample, layout.tensor)
+    biases = arch.experts.count - layout.tensor if arch.experts and arch.experts.router else 0  # parameters in SGLang
+    of_stages = []
+    for stage in range(layout.pipeline):
+        first, last = stage == 0, stage == layout.pipeline - 1
+        dense, sparse = layer_counts(arch, stage_layers(arch.layers, stage, layout.pipeline))
+        held = dense * sum(layers[0]) + sparse * (sum(layers[1]) + biases)
+        held += outside["model.embed_tokens.weight"] if first else 0
+        held += outside["model.norm.weight"] if last else 0
+        if arch.tied_embeddings:
+            held += outside["model.embed_tokens.weight"] if last and not first else 0
+        elif last or FAMILIES[arch.family].sglang.head_on_every_stage:
+            held += outside["lm_head.weight"]
+        of_stages.append(held)
+    return tuple(of_stages)
+
+
+@dataclass(frozen=True)
+class GraphSizes:
+    """The sizes for which SGLang reserves memory on each device: as given, else its choice for a card."""
+
+    layout: EngineLayoutConfig
+    prefill: int
+    """Tokens of a prefill, of all groups together."""
+    requests: int
+    """Requests of one group that are decoded at once."""
+    graph_bytes: int
+    """SGLang's reserve: 2 MiB for each request in the largest decoding graph, and 8 MiB for each prefill graph. With
+    several groups a request has 3 MiB more for each of them, 4.5 above 300 requests."""
+
+    @classmethod
+    def of(
+        cls, options: Mapping[str, Any], card_bytes: int | None, layout: EngineLayoutConfig, at_once: int
+    ) -> GraphSizes:
+        size = 4096 if card_bytes is None else next(tokens for most, tokens in PREFILL_TOKENS if card_bytes < most)
+        size = options.get("chunked_prefill_size") or size
+        prefill = size if size > 0 else WHOLE_PREFILL_TOKENS
+        groups, requests = layout.attention_data, -(-at_once // layout.attention_data)
+        request = 2 + (0 if groups == 1 else 3 * groups if requests <= 300 else 4.5 * groups)
+        largest = 0 if layout.pipeline > 1 else prefill  # pipelines have no graphs for prefills
+        prefills = sum(len(range(begin, min(end, largest + 1), step)) for begin, end, step in PREFILL_GRAPHS)
+        mib = 0 if options.get("disable_cuda_graph") else request * requests + 8 * prefills
+        return cls(layout, prefill, requests, int(mib * MIB))
+
+
+def default_fraction(sizes: GraphSizes, card_bytes: int) -> float:
+    """Returns SGLang's default mem_fraction_static on a card (0.5.23, sglang/srt/arg_groups/memory_hook.py). It leaves
+    1.5 MiB for each token of a prefill, its estimate for CUDA graphs, and some more."""
+    card = card_bytes // MIB
+    reserved = 512 + sizes.layout.ranks * 1024 / 8 + 1.5 * max(sizes.prefill, 2048) + sizes.graph_bytes / MIB
+    if card > 60 * 1024:
+        reserved = max(reserved, 10 * 1024)
+    return round((card - reserved) / card, 3)
+
+
+def _working_bytes(arch: Architecture, sizes: GraphSizes, element: int) -> int:
+    """Returns the bytes of graphs, plus the larger of a prefill's layer and twice a group's logits in float32.
+
+    Each group attends to its part of a prefill; MLPs and experts have all of it.
+    """
+    layout, prefill, requests = sizes.layout, sizes.prefill, sizes.requests
+    widths = [4 * arch.heads / layout.tensor * arch.head_dim]
+    if arch.has_dense_layers:
+        widths.append(3 * arch.ffn / layout.tensor)
+    if arch.experts is not None:
+        shards = layout.tensor / layout.expert
+        widths.append(arch.experts.per_token * (arch.hidden + 3 * arch.experts.ffn / shards))
+    layer, logits = int(prefill * (4 * arch.hidden + max(widths)) * element), 2 * 4 * requests * arch.vocab
+    return sizes.graph_bytes + max(layer, logits)
