@@ -46,6 +46,7 @@ def tree_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+Kind = TypeVar("Kind", bound=BaseModel)
 Of = TypeVar("Of", contravariant=True)
 Rules = Mapping[str, Callable[[Of], object]]
 """Rules between values of one object: by the name that rules.yaml has for its text, what breaks it.
@@ -104,17 +105,32 @@ def broken_rules(section: Section, path: str = "", checked: Section | None = Non
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 if isinstance(item, Section):
                     problems += broken_rules(item, f"{path}{name}.{key}.")
-    for name, breaks in section.RULES.items():
-        result: Any = breaks(section)
+    return [*problems, *rule_problems(section.RULES, section, path)]
+
+
+def rule_problems(rules: Rules[Any], of: object, path: str = "") -> Iterator[Problem]:
+    """Yields a problem for each of the rules that an object breaks, with the texts of rules.yaml."""
+    for name, breaks in rules.items():
+        result: Any = breaks(of)
         of_mappings = isinstance(result, list) and result and isinstance(result[0], Mapping)
         if not isinstance(result, Iterator) and not of_mappings:
             result = [result] if result else []
         for values in result:
-            names = {**vars(section), "self": section, **(values if isinstance(values, Mapping) else {})}
+            names = {**vars(of), "self": of, **(values if isinstance(values, Mapping) else {})}
             parts = vars(rule_texts()[name]).items()
             text = {part: _Written().vformat(template, (), names) for part, template in parts}
-            problems.append(Problem(**text | {"where": path + text["where"]}))
-    return problems
+            yield Problem(**text | {"where": path + text["where"]})
+
+
+def changed(section: Kind, fields: Mapping[str, Any]) -> Kind:
+    """Returns a section with other values of fields, by dotted path: itself if it has them already. Checks no rules."""
+    update = {}
+    for key, value in tree_of(fields).items():
+        old: Any = getattr(section, key, None)
+        new = changed(old, value) if isinstance(value, dict) else value
+        if new is not old and new != old:
+            update[key] = new
+    return section.model_copy(update=update) if update else section
 
 
 def repeated(names: Sequence[object]) -> list[str]:

@@ -37,19 +37,19 @@ BUDGETS = {
     ("cluster",): 3_366,
     ("trainer", "evaluation"): 4_281,
     ("recipe", "preflight", "doctor"): 5_497,
-    ("plan",): 5_191,
+    ("plan",): 5_173,
     ("data",): 2_699,
     ("reward",): 7_889,
     ("agents",): 4_894,
     ("track", "report"): 4_852,
     ("importing",): 3_015,
-    ("commands", "processes", ""): 2_515,
+    ("commands", "processes", ""): 2_533,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=343),
-    "tests": Limits(lines=51_770, lines_of_file=600, files=None),
+    "tests": Limits(lines=51_768, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

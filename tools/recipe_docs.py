@@ -15,6 +15,7 @@ from typing import Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from megagrpo.plan.advice import IMPOSSIBLE, START_RULES, UNWISE
 from megagrpo.recipe.problems import Expected
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.section import FILE_AND_FUNCTION, rule_texts
@@ -39,7 +40,8 @@ TITLES: dict[type[AnyRecipe], tuple[str, str]] = {
 RULES_BEGINNING = (
     "`megagrpo plan` and `megagrpo train` check these rules between fields, all at once. A broken one is printed with",
     "the field, what was given, what is needed, and a fix. Names in capitals stand for values. Rules of one field, its",
-    "type and its bounds, are with [the fields](recipe.md). Made from the code by `python -m tools.recipe_docs`.",
+    "type and its bounds, are with [the fields](recipe.md). The last tables are of rules of a plan: what its machines",
+    "cannot run, and settings that `megagrpo plan` calls unwise. Made from the code by `python -m tools.recipe_docs`.",
 )
 ITEM, NAME = "[]", ".NAME"
 """Suffixes of the path of a list's item, and of a mapping's value."""
@@ -76,23 +78,32 @@ def reference(recipe_class: type[AnyRecipe]) -> str:
 
 
 def rules() -> str:
-    """Returns the page of all rules in Markdown: a table for each of a recipe's sections, and one of kind sft."""
-    tables: dict[str, list[str]] = {}
-    told: set[tuple[str, str]] = set()
+    """Returns the page of all rules in Markdown: a table for each of a recipe's sections, one of kind sft, and tables
+    of rules of a plan."""
+    tables: dict[str, dict[str, None]] = {}
+    shown: set[tuple[str, str]] = set()
     for kind in PAGES:
         for section, path in _Page(kind).sections().items():
             for name in getattr(section, "RULES", {}):
-                text = rule_texts()[name]
-                where = _filled(f"{path}.{text.where}" if path else text.where)
-                if (name, where) not in told:
-                    told.add((name, where))
-                    parts = (_text(_filled(part)) for part in (text.given, text.needed, text.fix))
+                where, row = _row(name, path)
+                if (name, where) not in shown:
+                    shown.add((name, where))
                     title = re.split(r"\W", where)[0] if kind is Recipe else "kind: sft"
-                    tables.setdefault(title, []).append(f"| {' | '.join((f'`{where}`', *parts))} |")
+                    tables.setdefault(title, {})[row] = None
+    for title, of_plan in {"cannot run": {**IMPOSSIBLE, **START_RULES}, **UNWISE}.items():
+        tables[f"plan: {title}"] = dict.fromkeys(_row(name)[1] for name in of_plan)
     lines = ["# Rules of a recipe", "", *RULES_BEGINNING]
     for title, rows in tables.items():
         lines += ["", f"## `{title}`", "", "| field | given | needed | fix |", "|---|---|---|---|", *rows]
     return "\n".join(lines) + "\n"
+
+
+def _row(name: str, path: str = "") -> tuple[str, str]:
+    """Returns the field of a rule in the section at a path, and its row of a table."""
+    text = rule_texts()[name]
+    where = _filled(f"{path}.{text.where}" if path else text.where)
+    parts = (_text(_filled(part)) for part in (text.given, text.needed, text.fix))
+    return where, f"| {' | '.join((f'`{where}`', *parts))} |"
 
 
 def _filled(template: str) -> str:

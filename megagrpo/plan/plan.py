@@ -13,9 +13,9 @@ from types import MappingProxyType
 
 from megagrpo.errors import Problem, ReportError
 from megagrpo.layout.parallel import layers_of_stages
-from megagrpo.plan.advice import disk_advice, impossible, unwise
 from megagrpo.plan.assumptions import Assumptions, assumptions_from
 from megagrpo.plan.case import Case, machines_of
+from megagrpo.plan.engine import EngineMemory, engine_memory
 from megagrpo.plan.memory import DeviceMemory, memory
 from megagrpo.plan.parameters import Stage, active_parameters, known_models, stages, total_parameters
 from megagrpo.plan.schedules import SYNC, ScheduleTime, schedule_times
@@ -100,6 +100,12 @@ class Plan(Case):
     def memory(self) -> tuple[DeviceMemory, ...]:
         return tuple(memory(self))
 
+    @cached_property
+    def engine(self) -> EngineMemory | None:
+        """Returns the memory of an engine; None for an unknown card, or a recipe without engines of its own."""
+        grpo = self.recipe if isinstance(self.recipe, Recipe) else None
+        return engine_memory(self) if self.card_bytes and grpo and grpo.rollout.devices_of_engine else None
+
     @property
     def lacking_bytes(self) -> int:
         return lacking_bytes(self.memory, self.card_bytes)
@@ -133,16 +139,6 @@ class Plan(Case):
     def assumed(self) -> tuple[Assumed, ...]:
         values, origins = vars(self.assumptions).items(), self.origins
         return tuple(Assumed(name, value, unit_of(name), origins.get(name, "default")) for name, value in values)
-
-    @cached_property
-    def problems(self) -> tuple[Problem, ...]:
-        """Returns the problems that keep it from running on its machines."""
-        return tuple(impossible(self, self.memory))
-
-    @cached_property
-    def unwise(self) -> tuple[Problem, ...]:
-        advice = unwise(self, self.memory, self.time, self.scheduled)
-        return (*advice, *disk_advice(self.recipe, self.architecture, self.critic))
 
 
 def plan_of(

@@ -130,6 +130,8 @@ def test_what_does_not_fit_is_exit_code_2_and_a_search_that_finds_something_is_0
     assert "fix: change" in errors
     told, errors = printed(capsys, *big, "cluster.gpu=A100-40GB", "--search", code=2)
     assert told["search"]["choices"] == []
+    assert told["search"]["nearest"]["lacking_bytes"] > 0
+    assert "too much" in told["search"]["nearest"]["reason"]
     assert "--search on 1 GPUs" in errors
     assert main(["plan", *map(str, big), "cluster.gpu=A100-40GB", "--search", "--gpus", "16"]) == 0
     lines = capsys.readouterr().out

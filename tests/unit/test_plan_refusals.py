@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megagrpo.errors import MegagrpoError
+from megagrpo.plan.advice import impossible
 from megagrpo.plan.plan import plan_of
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
@@ -96,7 +97,7 @@ def test_an_impossible_recipe_gets_the_reason_and_a_remedy(
 ) -> None:
     try:
         ready = preflight(load(RECIPES / f"{recipe}.yaml", overrides.split()), plan_only=True)
-        problems = plan_of(ready.recipe, ready.architecture).problems
+        problems = impossible(plan_of(ready.recipe, ready.architecture))
     except MegagrpoError as error:
         problems = error.problems
     assert any(where in problem.where and given in problem.given and fix in problem.fix for problem in problems)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from megagrpo.errors import PreflightError, Problem
+from megagrpo.plan.advice import IMPOSSIBLE, START_RULES, UNWISE
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
 from megagrpo.recipe.problems import is_field
@@ -249,7 +250,9 @@ def test_every_rule_has_its_text() -> None:
     sections = [Section]
     for section in sections:
         sections += section.__subclasses__()
-    assert {name for section in sections for name in section.RULES} == set(rule_texts())
+    of_plans = (IMPOSSIBLE, START_RULES, *UNWISE.values())
+    rules = (*(section.RULES for section in sections), *of_plans)
+    assert {name for of_one in rules for name in of_one} == set(rule_texts())
 
 
 @pytest.mark.parametrize("found", [list, iter, lambda values: values[0]])
