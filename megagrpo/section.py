@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
 from string import Formatter
@@ -76,6 +76,22 @@ class _Written(Formatter):
         return text.lower() if isinstance(value, bool) else text
 
 
+def problem(rule: str, /, **values: Any) -> Problem:
+    """Returns the problem of a rule, with these values in its text."""
+    return Problem(*(_Written().vformat(part, (), values) for part in astuple(rule_texts()[rule])))
+
+
+def broken(rules: Rules[Of], of: Of) -> Iterator[Problem]:
+    """Yields the problems of an object's broken rules, in their order."""
+    for rule, breaks in rules.items():
+        result: Any = breaks(of)
+        of_mappings = isinstance(result, list) and result and isinstance(result[0], Mapping)
+        if not isinstance(result, Iterator) and not of_mappings:
+            result = [result] if result else []
+        for values in result:
+            yield problem(rule, **{**vars(of), "self": of, **(values if isinstance(values, Mapping) else {})})
+
+
 class Section(BaseModel):
     """One mapping of a recipe. Its fields are checked one by one when it is parsed, its rules by `broken_rules`."""
 
@@ -105,21 +121,7 @@ def broken_rules(section: Section, path: str = "", checked: Section | None = Non
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 if isinstance(item, Section):
                     problems += broken_rules(item, f"{path}{name}.{key}.")
-    return [*problems, *rule_problems(section.RULES, section, path)]
-
-
-def rule_problems(rules: Rules[Any], of: object, path: str = "") -> Iterator[Problem]:
-    """Yields a problem for each of the rules that an object breaks, with the texts of rules.yaml."""
-    for name, breaks in rules.items():
-        result: Any = breaks(of)
-        of_mappings = isinstance(result, list) and result and isinstance(result[0], Mapping)
-        if not isinstance(result, Iterator) and not of_mappings:
-            result = [result] if result else []
-        for values in result:
-            names = {**vars(of), "self": of, **(values if isinstance(values, Mapping) else {})}
-            parts = vars(rule_texts()[name]).items()
-            text = {part: _Written().vformat(template, (), names) for part, template in parts}
-            yield Problem(**text | {"where": path + text["where"]})
+    return [*problems, *(replace(p, where=path + p.where) for p in broken(section.RULES, section))]
 
 
 def changed(section: Kind, fields: Mapping[str, Any]) -> Kind:

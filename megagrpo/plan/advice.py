@@ -26,7 +26,7 @@ from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, plan_devi
 from megagrpo.recipe.kernels import auto_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.recipe.schema.schedule import AsyncConfig, SyncConfig
-from megagrpo.section import Rules, broken_rules, changed, rule_problems
+from megagrpo.section import Rules, broken, broken_rules, changed
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Architecture
 
@@ -52,7 +52,7 @@ Values = Mapping[str, Any]
 
 def impossible(plan: Plan) -> tuple[Problem, ...]:
     """Returns the problems that keep a plan from running on its machines."""
-    return (*auto_problems(plan.recipe, plan.fused_layers), *rule_problems(IMPOSSIBLE, plan))
+    return (*auto_problems(plan.recipe, plan.fused_layers), *broken(IMPOSSIBLE, plan))
 
 
 def unwise(plan: Plan) -> tuple[Problem, ...]:
@@ -61,7 +61,7 @@ def unwise(plan: Plan) -> tuple[Problem, ...]:
     holds = {"engines": samples and plan.grpo.rollout.devices_of_engine, "sampling": samples}
     holds["disk"] = runs_here(recipe) or Path(recipe.checkpoint.directory or "no such directory").is_dir()
     rules = (of for title, of in UNWISE.items() if holds.get(title, True))
-    return tuple(problem for of in rules for problem in rule_problems(of, plan))
+    return tuple(problem for of in rules for problem in broken(of, plan))
 
 
 # --- impossible ------------------------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def disk_problems(
     recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None
 ) -> Iterator[Problem]:
     """Yields a problem if the checkpoint directory, on this machine, has no room for even one checkpoint."""
-    yield from rule_problems(START_RULES, Case(recipe, architecture, machines=None, critic=critic))
+    yield from broken(START_RULES, Case(recipe, architecture, machines=None, critic=critic))
 
 
 def _no_room(directory: Path, needed: int, size: int, **values: object) -> Values | None:
