@@ -16,10 +16,11 @@ from math import ceil
 
 from megagrpo.batching.rank_batches import MICROBATCHES_PER_STAGE
 from megagrpo.batching.work import LayerWork, head_work, layer_work
+from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.assumptions import Lengths
 from megagrpo.plan.case import Case
 from megagrpo.plan.communication import Links, RankGroup, Seconds, added, exchange, gather, groups_of
-from megagrpo.plan.parameters import adapted_linears, adapter_parameters, layer_counts, rank_parameters, stages
+from megagrpo.plan.parameters import adapter_parameters, layer_adapters, layer_counts, rank_parameters, stages
 from megagrpo.recipe.schema import LoraConfig, Recipe, TrainConfig
 from megagrpo.recipe.schema.train import RecomputeModule
 from megagrpo.weights.families.architecture import Architecture
@@ -102,7 +103,14 @@ def layers_flops(
             experts += count * (over.layers * work.experts + again.experts) * tokens
             attention += count * (over.attention * work.pairs + again.attention) * squares
             if lora is not None:
-                dense += count * over.attention * _adapter_work(arch, lora, bool(sparse)) * tokens
+                # Adapters on matrices that Megatron fuses are one product, with zeros between them (megatron/lora.py).
+                linears = layer_adapters(arch, ParallelLayout(), tuple(lora.targets))
+                columns = sum(
+                    (arch.experts.per_token if arch.experts and of.of_expert else 1) * of.parts * (of.columns + of.rows)
+                    for of in linears
+                    if of.sparse == sparse
+                )
+                dense += count * over.attention * (2.0 * lora.rank * columns) * tokens
     return Flops(dense, experts, attention)
 
 
@@ -119,16 +127,6 @@ def _work_again(work: LayerWork, modules: frozenset[RecomputeModule], sparse: bo
 def head_flops(arch: Architecture, over: Products, tokens: float) -> float:
     """Returns the operations of the output layer, at the `tokens` whose logprobs or values are wanted."""
     return over.head * head_work(arch) * tokens
-
-
-def _adapter_work(arch: Architecture, lora: LoraConfig, sparse: bool) -> float:
-    """Returns the operations of one layer's adapters in a forward pass, for each token. Adapters on matrices that
-    Megatron fuses are one product, with zeros between them (megatron/lora.py)."""
-    columns = 0
-    for linear in adapted_linears(arch, sparse):
-        copies = arch.experts.per_token if linear.of_expert and arch.experts else 1
-        columns += copies * linear.targeted(lora) * (linear.inputs + linear.outputs)
-    return 2.0 * lora.rank * columns
 
 
 # --- passes ----------------------------------------------------------------------------------------------------------
