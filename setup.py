@@ -21,7 +21,7 @@ setup(
         "megagrpo": ["rules.yaml"],
         "megagrpo.recipe": ["moved.yaml"],
         "megagrpo.importing": ["*.yaml"],
-        "megagrpo.plan": ["configs/*/*/config.json"],
+        "megagrpo.plan": ["gpus.yaml", "configs/*/*/config.json"],
         "megagrpo.plan.show": ["page.css"],
         "megagrpo.report": ["*.css", "*.js", "*.yaml", "vendor/*"],
         "megagrpo.reward.verifiers.ifeval": ["words.txt"],

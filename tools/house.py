@@ -29,7 +29,7 @@ class Limits:
 
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
-    ("weights",): 6_243,
+    ("weights",): 6_248,
     ("megatron",): 3_803,
     ("layout", "batching", "algorithm"): 2_770,
     ("checkpoint", "convert"): 2_429,
@@ -37,19 +37,19 @@ BUDGETS = {
     ("cluster",): 3_366,
     ("trainer", "evaluation"): 4_281,
     ("recipe", "preflight", "doctor"): 5_497,
-    ("plan",): 5_173,
+    ("plan",): 5_127,
     ("data",): 2_699,
     ("reward",): 7_889,
     ("agents",): 4_894,
     ("track", "report"): 4_852,
     ("importing",): 3_015,
-    ("commands", "processes", ""): 2_533,
+    ("commands", "processes", ""): 2_535,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=343),
-    "tests": Limits(lines=51_768, lines_of_file=600, files=None),
+    "tests": Limits(lines=51_743, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

@@ -220,10 +220,10 @@ def _waiting(plan: Plan) -> object:
     generating = plan.time.of("rollout") / plan.time.phase_seconds
     waiting, idle = (scheduled.trainer_waits, scheduled.engines_idle) if scheduled else (generating, 1 - generating)
     under = f" under {scheduled.name}" if scheduled else ""
-    values = {"ranks": ranks, "used": used, "under": under, "most": IDLE_MAX}
-    share = (ranks * waiting + used * idle) / (ranks + used)
+    if (share := (ranks * waiting + used * idle) / (ranks + used)) <= IDLE_MAX:
+        return None
     fixes = ", or ".join([*_less_waiting(recipe), "another split (--search)"])
-    return share > IDLE_MAX and values | {"share": share, "fixes": fixes}
+    return {"ranks": ranks, "used": used, "under": under, "most": IDLE_MAX, "share": share, "fixes": fixes}
 
 
 def _less_waiting(recipe: Recipe) -> Iterator[str]:

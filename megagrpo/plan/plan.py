@@ -18,7 +18,7 @@ from megagrpo.plan.case import Case, machines_of
 from megagrpo.plan.engine import EngineMemory, engine_memory
 from megagrpo.plan.memory import DeviceMemory, memory
 from megagrpo.plan.parameters import Stage, active_parameters, known_models, stages, total_parameters
-from megagrpo.plan.schedules import SYNC, ScheduleTime, schedule_times
+from megagrpo.plan.schedules import SYNC, ScheduleTime, Work, compared, schedule_time
 from megagrpo.plan.time import Sampling, StepTime, step_time
 from megagrpo.plan.units import byte_text, second_text
 from megagrpo.recipe.defaults import checkpoint_directory, run_directory, total_steps
@@ -128,7 +128,8 @@ class Plan(Case):
         """Returns the times of its steps under each schedule that its rules allow; sync is the first."""
         if self._phases is None or not isinstance(self.recipe, Recipe):
             return ()
-        return schedule_times(self, self._phases)
+        work = Work.of(self, self._phases)
+        return tuple(schedule_time(work, schedule) for schedule in compared(self.recipe))
 
     @property
     def scheduled(self) -> ScheduleTime | None:
