@@ -37,7 +37,7 @@ BUDGETS = {
     ("cluster",): 3_366,
     ("trainer", "evaluation"): 4_281,
     ("recipe", "preflight", "doctor"): 5_497,
-    ("plan",): 5_127,
+    ("plan",): 5_121,
     ("data",): 2_699,
     ("reward",): 7_889,
     ("agents",): 4_894,
@@ -49,7 +49,7 @@ LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=343),
-    "tests": Limits(lines=51_743, lines_of_file=600, files=None),
+    "tests": Limits(lines=51_727, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

@@ -99,7 +99,7 @@ def _too_little_memory(plan: Plan) -> Iterator[Values]:
 IMPOSSIBLE: Rules[Plan] = {
     "engine_over_nodes": lambda p: engine_over_nodes(p.recipe),
     "no_cache_for_a_response": lambda p: (
-        p.engine and p.engine.sequences == 0 and {"weights": byte_text(p.engine.weights), "of": p.engine}
+        p.engine and p.engine.sequences == 0 and {"weights": byte_text(p.engine.weights)}
     ),
     "too_little_memory": _too_little_memory,
 }

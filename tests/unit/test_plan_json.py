@@ -82,7 +82,7 @@ def test_choices_of_a_search_have_overrides_and_figures(told: dict[str, Any]) ->
 
 def test_without_a_kind_of_gpu_what_needs_it_is_null() -> None:
     told = json.loads(plan_json(plan(cluster__gpu=None)))
-    assert (told["machines"], told["time"], told["fits"]) == (None, None, None)
+    assert (told["machines"], told["time"], told["fits"], told["schedules"]) == (None, None, None, [])
     assert told["memory"]
 
 

@@ -348,7 +348,3 @@ def test_a_step_of_a_plan_takes_as_long_as_under_the_recipes_own_schedule() -> N
     assert in_turn.scheduled is None
     assert in_turn.time is not None
     assert in_turn.time.seconds == time.phase_seconds
-
-
-def test_a_plan_without_seconds_has_no_schedules() -> None:
-    assert plans.plan({"cluster.gpu": None}).schedules == ()
