@@ -23,7 +23,7 @@ setup(
         "megagrpo.recipe": ["moved.yaml"],
         "megagrpo.importing": ["*.yaml"],
         "megagrpo.megatron": ["options.yaml"],
-        "megagrpo.plan": ["configs/*/*/config.json"],
+        "megagrpo.plan": ["gpus.yaml", "configs/*/*/config.json"],
         "megagrpo.plan.show": ["page.css"],
         "megagrpo.report": ["*.css", "*.js", "*.yaml", "vendor/*"],
         "megagrpo.reward.verifiers": ["rubrics/*.md"],

@@ -31,6 +31,7 @@ from pathlib import Path
 
 from long_tailed_model import ADDER, ROOT, make_long_tailed_adder
 
+from megagrpo.plan.advice import impossible
 from megagrpo.plan.parameters import known_models
 from megagrpo.plan.plan import Plan, plan_of
 from megagrpo.plan.schedules import ScheduleTime, Work, compared, schedule_time
@@ -177,7 +178,7 @@ def planned(engines: int, trainers: int, share: float, spread: float, *, prompts
     given = [f"response_tokens={share * LONGEST}", f"response_spread={spread}"]
     plan = plan_of(Recipe.model_validate(recipe), architecture, given=given)
     assert plan.time is not None
-    assert plan.lacking_bytes == 0, plan.problems
+    assert plan.lacking_bytes == 0, impossible(plan)
     return plan
 
 

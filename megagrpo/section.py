@@ -46,6 +46,7 @@ def tree_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+Kind = TypeVar("Kind", bound=BaseModel)
 Of = TypeVar("Of", contravariant=True)
 Rules = Mapping[str, Callable[[Of], object]]
 """Rules between values of one object: by the name that rules.yaml has for its text, what breaks it.
@@ -120,6 +121,17 @@ def broken_rules(section: Section, path: str = "", checked: Section | None = Non
                 if isinstance(item, Section):
                     problems += broken_rules(item, f"{path}{name}.{key}.")
     return [*problems, *(replace(p, where=path + p.where) for p in broken(section.RULES, section))]
+
+
+def changed(section: Kind, fields: Mapping[str, Any]) -> Kind:
+    """Returns a section with other values of fields, by dotted path: itself if it has them already. Checks no rules."""
+    update = {}
+    for key, value in tree_of(fields).items():
+        old: Any = getattr(section, key, None)
+        new = changed(old, value) if isinstance(value, dict) else value
+        if new is not old and new != old:
+            update[key] = new
+    return section.model_copy(update=update) if update else section
 
 
 def repeated(names: Sequence[object]) -> list[str]:

@@ -30,7 +30,7 @@ class Limits:
 
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
-    ("weights",): 6_190,
+    ("weights",): 6_195,
     ("megatron",): 3_732,
     ("layout", "batching", "algorithm"): 2_758,
     ("checkpoint", "convert"): 2_242,
@@ -38,19 +38,19 @@ BUDGETS = {
     ("cluster",): 3_338,
     ("trainer", "evaluation"): 4_241,
     ("recipe", "preflight", "doctor"): 5_440,
-    ("plan",): 5_057,
+    ("plan",): 4_987,
     ("data",): 2_694,
     ("reward",): 7_666,
     ("agents",): 4_886,
     ("track", "report"): 4_707,
     ("importing",): 2_798,
-    ("commands", "processes", ""): 2_511,
+    ("commands", "processes", ""): 2_525,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=307),
-    "tests": Limits(lines=51_562, lines_of_file=600, files=None),
+    "tests": Limits(lines=51_520, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (15, 6), "A metric's walk": (5, 3)}

@@ -15,6 +15,7 @@ from typing import Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from megagrpo.plan.advice import IMPOSSIBLE, START_RULES, UNWISE
 from megagrpo.recipe.model_rules import MODEL_RULES
 from megagrpo.recipe.problems import Expected
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
@@ -40,7 +41,8 @@ TITLES: dict[type[AnyRecipe], tuple[str, str]] = {
 RULES_BEGINNING = (
     "`megagrpo plan` and `megagrpo train` check these rules, all at once. A broken one is printed with",
     "the field, what was given, what is needed, and a fix. Names in capitals stand for values. Rules of one field, its",
-    "type and its bounds, are with [the fields](recipe.md). Made from the code by `python -m tools.recipe_docs`.",
+    "type and its bounds, are with [the fields](recipe.md). The last tables are of rules of a plan: what its machines",
+    "cannot run, and settings that `megagrpo plan` calls unwise. Made from the code by `python -m tools.recipe_docs`.",
 )
 ITEM, NAME = "[]", ".NAME"
 """Suffixes of the path of a list's item, and of a mapping's value."""
@@ -86,9 +88,11 @@ def rules() -> str:
                 where = f"{path}.{rule_texts()[name].where}" if path else rule_texts()[name].where
                 title = re.split(r"\W", _filled(where))[0] if kind is Recipe else "kind: sft"
                 places.setdefault((name, where), f"`{title}`")
+    plans = {"cannot run": {**IMPOSSIBLE, **START_RULES}, **UNWISE}
+    of_plans = {name: f"Plan: {title}" for title, of_title in plans.items() for name in of_title}
     of_sections = {name for name, _ in places}
     for name in (name for name in rule_texts() if name not in of_sections):
-        title = "A recipe and its model" if name in MODEL_RULES else "Before a run"
+        title = "A recipe and its model" if name in MODEL_RULES else of_plans.get(name, "Before a run")
         places[name, rule_texts()[name].where] = title
     tables: dict[str, list[str]] = {}
     for name, where in places:

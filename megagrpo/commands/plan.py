@@ -37,6 +37,7 @@ def plan(args: argparse.Namespace) -> int:
 
     loaded = load_any(args.recipe, args.overrides)
     ready = preflight(loaded, plan_only=True)
+    from megagrpo.plan.advice import impossible
     from megagrpo.plan.plan import plan_of
     from megagrpo.plan.search import search
     from megagrpo.weights.families import read_architecture
@@ -51,6 +52,7 @@ def plan(args: argparse.Namespace) -> int:
         agent=ready.agent,
         critic=read_architecture(ready.critic_directory) if ready.critic_directory else None,
     )
+    cannot_run = impossible(planned)
     searched = search(planned, args.gpus) if args.search else None
     if args.html:
         from megagrpo.plan.show.page import page, write_page
@@ -66,10 +68,10 @@ def plan(args: argparse.Namespace) -> int:
         from megagrpo.plan.show.terminal import draw
 
         draw(planned, searched, Console(highlight=False))
-    problems = searched.problems if searched else planned.problems
+    problems = searched.problems if searched else cannot_run
     if problems:
         raise PreflightError(map(loaded.places.located, problems))
-    if not args.json and not planned.problems:
+    if not args.json and not cannot_run:
         print("OK")
         if loaded.recipe.kind != "sft":
             print(f"megagrpo data check {args.recipe} tries each row's reward on the row's own ground truth")

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
+from pathlib import Path
+
+import yaml
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, rank_grid
@@ -50,35 +53,12 @@ def _gpu(name: str, gib: float, teraflops: float, memory_gb: float, node_gb: flo
     return Gpu(name, memory, teraflops * 1e12, memory_gb * 1e9, node_gb * 1e9, divmod(sm, 10), sheet)
 
 
-# Data sheets often print twice the dense FLOPs (with sparsity) and the sum of both directions of a link. Bridges that
-# join two GPUs (H100 PCIe and NVL, RTX 3090) do not count: PCIe leads to a node's other GPUs. The first number is the
-# GiB that the driver reports, with ECC where it is on: less than the round figure on the box.
 GPUS: Mapping[str, Gpu] = {
-    gpu.name: gpu
-    for gpu in (
-        _gpu("H100", 79, 989, 3350, 450, 90, "H100 data sheet, SXM5"),
-        _gpu("H100-PCIe", 79, 756, 2000, 64, 90, "H100 PCIe product brief; PCIe 5"),
-        _gpu("H100-NVL", 93, 835, 3900, 64, 90, "H100 data sheet, NVL; PCIe 5"),
-        _gpu("H200", 139, 989, 4800, 450, 90, "H200 data sheet, SXM"),
-        _gpu("H20", 95, 148, 4000, 450, 90, "H20 data sheet"),
-        _gpu("H800", 79, 989, 3350, 200, 90, "H800 data sheet, SXM5: an H100 with NVLink of 400 GB/s in all"),
-        _gpu("A100-80GB", 79, 312, 2039, 300, 80, "A100 80GB data sheet, SXM4"),
-        _gpu("A100-40GB", 39, 312, 1555, 300, 80, "A100 data sheet, SXM4"),
-        _gpu("A800", 79, 312, 2039, 200, 80, "A800 80GB data sheet, SXM4: an A100 with NVLink of 400 GB/s in all"),
-        _gpu("B200", 178, 2250, 8000, 900, 100, "HGX B200 data sheet, an eighth of its eight GPUs"),
-        _gpu("B300", 268, 2250, 8000, 900, 103, "HGX B300 data sheet, an eighth of its eight GPUs"),
-        _gpu("GB200", 184, 2500, 8000, 900, 100, "GB200 NVL72 data sheet, a 72nd of its GPUs; its node has up to 72"),
-        _gpu("L40S", 44.4, 362, 864, 32, 89, "L40S data sheet; PCIe 4"),
-        _gpu("L4", 22, 121, 300, 32, 89, "L4 data sheet; PCIe 4"),
-        _gpu("A10G", 22, 70, 600, 32, 86, "A10G data sheet; PCIe 4"),
-        _gpu("RTX-4090", 23.5, 165.2, 1008, 32, 89, "Ada architecture paper, bfloat16 summed in float32; PCIe 4"),
-        _gpu("RTX-3090", 23.5, 71, 936, 32, 86, "GA102 architecture paper, bfloat16 summed in float32; PCIe 4"),
-        _gpu("RTX-5090", 31.3, 209.5, 1792, 64, 120, "RTX Blackwell paper, bfloat16 summed in float32; PCIe 5"),
-        _gpu("RTX-6000-Ada", 47, 364.2, 960, 32, 89, "RTX 6000 Ada data sheet; PCIe 4"),
-        _gpu("RTX-PRO-6000", 94, 503.8, 1792, 64, 120, "RTX PRO 6000 Blackwell data sheet, workstation; PCIe 5"),
-    )
+    name: _gpu(name, *row)
+    for name, row in yaml.load(
+        Path(__file__).with_name("gpus.yaml").read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    ).items()
 }
-
 A_CPU = Machines(
     Gpu("CPU", 16 * 2**30, 1e11, 2e10, 5e9, (0, 0), "placeholders, for calibration by a run to scale"), 8, 1e9
 )
@@ -134,6 +114,19 @@ class Axis:
     stride: int
     example: tuple[int, ...]
     nodes: int
+
+
+def axes_of(layout: ParallelLayout) -> dict[str, tuple[int, int]]:
+    """Returns the ranks of one group along each axis, and the distance from one to the next (layout/parallel.py)."""
+    return {
+        "tensor": (layout.tensor, 1),
+        "context": (layout.context, layout.tensor),
+        "data": (layout.data, layout.tensor * layout.context),
+        "pipeline": (layout.pipeline, layout.ranks // layout.pipeline),
+        "expert_tensor": (layout.expert_tensor, 1),
+        "expert": (layout.expert, layout.expert_tensor),
+        "expert_data": (layout.expert_data, layout.expert_tensor * layout.expert),
+    }
 
 
 @dataclass(frozen=True)
@@ -237,24 +230,11 @@ class Case:
     @cached_property
     def axes(self) -> list[Axis]:
         """Returns every axis of more than one rank; expert axes only for models with experts."""
-        layout, per_node = self.layout, self.recipe.cluster.gpus_per_node
-        strides = {
-            "tensor": (layout.tensor, 1),
-            "context": (layout.context, layout.tensor),
-            "data": (layout.data, layout.tensor * layout.context),
-            "pipeline": (layout.pipeline, layout.ranks // layout.pipeline),
-        }
-        if self.architecture.experts is not None:
-            strides |= {
-                "expert_tensor": (layout.expert_tensor, 1),
-                "expert": (layout.expert, layout.expert_tensor),
-                "expert_data": (layout.expert_data, layout.expert_tensor * layout.expert),
-            }
-        shared = []
-        for name, (size, stride) in strides.items():
-            if size > 1:
+        ranks, per_node, shared = self.layout.ranks, self.recipe.cluster.gpus_per_node, []
+        for name, (size, stride) in axes_of(self.layout).items():
+            if size > 1 and (self.architecture.experts or not name.startswith("expert")):
                 # Groups that begin at the same place of a node touch as many nodes.
-                blocks = range(0, layout.ranks, size * stride)
+                blocks = range(0, ranks, size * stride)
                 starts = {(first + offset) % per_node for first in blocks for offset in range(stride)}
                 nodes = max(len({(start + rank * stride) // per_node for rank in range(size)}) for start in starts)
                 shared.append(Axis(name, size, stride, tuple(range(0, size * stride, stride)), nodes))

@@ -15,7 +15,7 @@ from math import ceil, gcd, lcm
 
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.case import Case, Machines
+from megagrpo.plan.case import Case, Machines, axes_of
 from megagrpo.plan.parameters import model_bytes, rank_parameters
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.boxes import Link
@@ -23,6 +23,10 @@ from megagrpo.weights.families.architecture import Architecture
 
 QUANTISING_BYTES = 17
 """Read and written for each element in bfloat16: its absolute value, the largest, a product in float32, a cast."""
+
+AXES = {"tensor": "tensor", "context": "context", "experts": "expert", "experts' tensor": "expert_tensor",
+        "data": "data", "data of experts": "expert_data"}  # fmt: skip
+"""Axes of the exchanges inside a stage, by their item of a step."""
 
 Seconds = dict[str, float]
 """Seconds by the item that takes them."""
@@ -101,16 +105,10 @@ def exchange(group: RankGroup, sent_bytes: float, operations: float, links: Link
 def groups_of(layout: ParallelLayout, gpus_per_node: int) -> dict[str, RankGroup]:
     """Returns the groups of one rank, by the item of a step that they exchange. Data and context ranks together sum
     gradients of dense weights; a pipeline's group is a stage's rank and the next one's."""
-    sizes = {  # ranks of a group, and the distance from one to the next
-        "tensor": (layout.tensor, 1),
-        "context": (layout.context, layout.tensor),
-        "experts": (layout.expert, layout.expert_tensor),
-        "experts' tensor": (layout.expert_tensor, 1),
-        "data": (layout.context * layout.data, layout.tensor),
-        "data of experts": (layout.expert_data, layout.expert_tensor * layout.expert),
-    }
+    axes = axes_of(layout) | {"data": (layout.context * layout.data, layout.tensor)}
     groups = {"pipeline": RankGroup(2, 2 if layout.ranks <= gpus_per_node else 1)}
-    for name, (ranks, stride) in sizes.items():
+    for name, axis in AXES.items():
+        ranks, stride = axes[axis]
         on_node = max(1, gcd(ranks * stride, gpus_per_node) // stride)
         groups[name] = RankGroup(ranks, ranks if layout.ranks <= gpus_per_node else on_node)
     return groups

@@ -101,6 +101,9 @@ class DeviceMemory:
     def fullest(self) -> PhaseMemory:
         return max(self.phases, key=lambda phase: phase.bytes)
 
+    def bytes_of(self, phase: str) -> int:
+        return sum(held.bytes for held in self.phases if held.phase == phase)
+
 
 def memory(case: Case) -> Iterator[DeviceMemory]:
     """Yields an entry for each kind of device, in their order. Assumes all sequences as long as allowed."""

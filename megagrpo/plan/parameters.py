@@ -20,6 +20,7 @@ from megagrpo.weights.blocks import BLOCK, QUANTIZED, lacking_manifest, quantize
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture, Tensor
+from megagrpo.weights.files.adapters import adapted_linears
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 
 CONFIGS = Path(__file__).with_name("configs")
@@ -286,46 +287,34 @@ def _by_layer(arch: Architecture, sample: Manifest) -> Iterator[tuple[str, bool 
 
 @dataclass(frozen=True)
 class AdaptedLinear:
-    """A linear layer of Megatron's that can have adapters, and its `matrices`, named as in train.lora.targets."""
+    """A linear layer of a rank, of a layer with experts if `sparse`, with adapters on `parts` matrices fused in it."""
 
-    matrices: tuple[str, ...]
-    inputs: int
-    outputs: int
-    cuts_outputs: bool
-    """True: tensor ranks split its outputs. False: they split its inputs."""
-    of_expert: bool = False
-
-    def targeted(self, lora: LoraConfig) -> int:
-        """Returns the number of its matrices that have an adapter."""
-        return sum(name in lora.targets for name in self.matrices)
+    sparse: bool
+    of_expert: bool
+    parts: int
+    columns: int
+    rows: int
 
 
-def adapted_linears(arch: Architecture, sparse: bool) -> tuple[AdaptedLinear, ...]:
-    """Returns the linears of a layer with an MLP, or with experts (`sparse`) that each have their own."""
-    routed = arch.experts if sparse else None
-    ffn = routed.ffn if routed else arch.ffn
-    queries, keys = arch.heads * arch.head_dim, arch.query_groups * arch.head_dim
-    return (
-        AdaptedLinear(("q_proj", "k_proj", "v_proj"), arch.hidden, queries + 2 * keys, cuts_outputs=True),
-        AdaptedLinear(("o_proj",), queries, arch.hidden, cuts_outputs=False),
-        AdaptedLinear(("gate_proj", "up_proj"), arch.hidden, 2 * ffn, cuts_outputs=True, of_expert=sparse),
-        AdaptedLinear(("down_proj",), ffn, arch.hidden, cuts_outputs=False, of_expert=sparse),
-    )
+@lru_cache(maxsize=256)
+def layer_adapters(arch: Architecture, cuts: ParallelLayout, targets: tuple[str, ...]) -> list[AdaptedLinear]:
+    """Returns the adapted linears of a layer with an MLP and of one with experts, of which a rank has one here."""
+    sample = sample_of(arch, experts=cuts.expert)
+    base = _manifest(sample, cuts, fused=False)
+    kinds = {name: bool(sparse) for name, sparse, _ in _by_layer(arch, base)}
+    return [
+        AdaptedLinear(
+            kinds[of.weight], ".experts." in of.weight, len(of.parts), of.columns, base.storages[of.weight].shape[0]
+        )
+        for of in adapted_linears(sample, base, targets)
+    ]
 
 
 def adapter_parameters(arch: Architecture, layout: ParallelLayout, stage: int, lora: LoraConfig) -> RankParameters:
-    """Returns the adapters' elements on every rank of a stage: A [matrices x r, inputs], B [outputs, r] per linear."""
-    dense = experts = 0
+    """Returns the adapters' elements on every rank of a stage: A [parts x r, columns] and B [rows, r] per linear."""
+    held = {False: 0, True: 0}
     counts = layer_counts(arch, stages(arch.layers, layout)[stage].layers)
-    for sparse, count in enumerate(counts):
-        for linear in adapted_linears(arch, sparse=bool(sparse)):
-            matrices = linear.targeted(lora)
-            cut = layout.expert_tensor if linear.of_expert else layout.tensor
-            inputs = linear.inputs if linear.cuts_outputs else linear.inputs // cut
-            outputs = linear.outputs // cut if linear.cuts_outputs else linear.outputs
-            elements = count * lora.rank * (matrices * inputs + outputs) if matrices else 0
-            if linear.of_expert and arch.experts is not None:
-                experts += elements * arch.experts.count // layout.expert
-            else:
-                dense += elements
-    return RankParameters(0, 0, dense, experts)
+    for linear in layer_adapters(arch, _cuts(layout), tuple(lora.targets)):
+        elements = counts[linear.sparse] * lora.rank * (linear.parts * linear.columns + linear.rows)
+        held[linear.of_expert] += elements
+    return RankParameters(0, 0, held[False], held[True] * (arch.experts.count // layout.expert if arch.experts else 0))

@@ -13,12 +13,12 @@ from types import MappingProxyType
 
 from megagrpo.errors import Problem, ReportError
 from megagrpo.layout.parallel import layers_of_stages
-from megagrpo.plan.advice import disk_advice, impossible, unwise
 from megagrpo.plan.assumptions import Assumptions, assumptions_from
 from megagrpo.plan.case import Case, machines_of
+from megagrpo.plan.engine import EngineMemory
 from megagrpo.plan.memory import DeviceMemory, memory
 from megagrpo.plan.parameters import Stage, active_parameters, known_models, stages, total_parameters
-from megagrpo.plan.schedules import SYNC, ScheduleTime, schedule_times
+from megagrpo.plan.schedules import SYNC, ScheduleTime, Work, compared, schedule_time
 from megagrpo.plan.time import Sampling, StepTime, step_time
 from megagrpo.plan.units import byte_text, second_text
 from megagrpo.recipe.defaults import checkpoint_directory, run_directory, total_steps
@@ -100,6 +100,12 @@ class Plan(Case):
     def memory(self) -> tuple[DeviceMemory, ...]:
         return tuple(memory(self))
 
+    @cached_property
+    def engine(self) -> EngineMemory | None:
+        """Returns the memory of an engine; None for an unknown card, or a recipe without engines of its own."""
+        grpo = self.recipe if isinstance(self.recipe, Recipe) else None
+        return grpo.rollout.kind.memory(self) if self.card_bytes and grpo and grpo.rollout.devices_of_engine else None
+
     @property
     def lacking_bytes(self) -> int:
         return lacking_bytes(self.memory, self.card_bytes)
@@ -122,7 +128,8 @@ class Plan(Case):
         """Returns the times of its steps under each schedule that its rules allow; sync is the first."""
         if self._phases is None or not isinstance(self.recipe, Recipe):
             return ()
-        return schedule_times(self, self._phases)
+        work = Work.of(self, self._phases)
+        return tuple(schedule_time(work, schedule) for schedule in compared(self.recipe))
 
     @property
     def scheduled(self) -> ScheduleTime | None:
@@ -133,16 +140,6 @@ class Plan(Case):
     def assumed(self) -> tuple[Assumed, ...]:
         values, origins = vars(self.assumptions).items(), self.origins
         return tuple(Assumed(name, value, unit_of(name), origins.get(name, "default")) for name, value in values)
-
-    @cached_property
-    def problems(self) -> tuple[Problem, ...]:
-        """Returns the problems that keep it from running on its machines."""
-        return tuple(impossible(self, self.memory))
-
-    @cached_property
-    def unwise(self) -> tuple[Problem, ...]:
-        advice = unwise(self, self.memory, self.time, self.scheduled)
-        return (*advice, *disk_advice(self.recipe, self.architecture, self.critic))
 
 
 def plan_of(

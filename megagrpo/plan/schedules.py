@@ -156,14 +156,9 @@ class ScheduleTime:
 
     @property
     def name(self) -> str:
-        match self.schedule:
-            case AsyncConfig(max_staleness=bound, prompts_at_once=prompts):
-                return f"async, max_staleness {bound}{f', prompts_at_once {prompts}' if prompts else ''}"
-            case SyncConfig(carry_over=prompts) if prompts:
-                return f"sync, carry_over {prompts}"
-            case SyncConfig(oversample=prompts) if prompts:
-                return f"sync, oversample {prompts}"
-        return self.schedule.kind
+        bound = f", max_staleness {self.schedule.max_staleness}" if isinstance(self.schedule, AsyncConfig) else ""
+        given = ((key, getattr(self.schedule, key, 0)) for key in ("carry_over", "oversample", "prompts_at_once"))
+        return self.schedule.kind + bound + "".join(f", {key} {prompts}" for key, prompts in given if prompts)
 
 
 def allowed(recipe: Recipe, schedule: ScheduleConfig) -> bool:
@@ -175,19 +170,12 @@ def allowed(recipe: Recipe, schedule: ScheduleConfig) -> bool:
 
 
 def compared(recipe: Recipe) -> list[ScheduleConfig]:
-    """Returns the schedules to compare: sync, and the others that the recipe's rules allow."""
+    """Returns the schedules to compare: sync, the others that the recipe's rules allow, and its own."""
     half = max(1, recipe.rollout.prompts_per_step // 2)
     others: list[ScheduleConfig] = [SyncConfig(kind="sync", carry_over=half, max_staleness=2), ONE_STEP_OFF]
     others += [AsyncConfig(kind="async", max_staleness=bound) for bound in (1, 2, 4)]
-    return [SYNC, *(schedule for schedule in others if allowed(recipe, schedule))]
-
-
-def schedule_times(case: Case, time: StepTime) -> tuple[ScheduleTime, ...]:
-    """Returns the times of the schedules that a GRPO recipe can have, its own among them; sync is the first."""
-    work, kinds = Work.of(case, time), compared(case.grpo)
-    if case.grpo.schedule not in kinds:
-        kinds.append(case.grpo.schedule)
-    return tuple(schedule_time(work, kind) for kind in kinds)
+    kinds = [SYNC, *(schedule for schedule in others if allowed(recipe, schedule))]
+    return kinds if recipe.schedule in kinds else [*kinds, recipe.schedule]
 
 
 def steady_seconds(case: Case, time: StepTime, schedule: AsyncConfig | OneStepOffConfig) -> float:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
-from typing import Any, TypeVar
+from typing import Any
 
 from megagrpo.errors import Problem, RecipeError
-from megagrpo.plan.advice import CONTEXT_TOKENS_MIN, node_problems
+from megagrpo.plan.advice import CONTEXT_TOKENS_MIN, engine_over_nodes
 from megagrpo.plan.assumptions import longest_sequence
 from megagrpo.plan.case import Case
 from megagrpo.plan.communication import Seconds
@@ -27,7 +27,7 @@ from megagrpo.recipe.model_rules import critic_problems, divisors, model_problem
 from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, Recipe, SftRecipe
 from megagrpo.recipe.schema.schedule import ScheduleConfig, SyncConfig
 from megagrpo.recipe.schema.train import RecomputeConfig, RecomputeModule
-from megagrpo.section import Section, broken_rules, tree_of
+from megagrpo.section import broken_rules, changed
 from megagrpo.weights.families.architecture import Architecture
 
 LAYOUTS_KEPT, SAVINGS_KEPT, SHOWN = 24, 6, 5
@@ -42,7 +42,6 @@ CHUNKS = (1, 2, 4)
 ENGINE_NODES, NODE_ENGINE_BYTES = (2, 4), 40e9
 MEMORY_SHARES = (0.5, 0.65, 0.8)
 
-Kind = TypeVar("Kind", bound=Section)
 Values = Mapping[str, Any]
 """Values of recipe fields by their paths, such as train.layout.tensor."""
 
@@ -163,7 +162,7 @@ class _Run:
             key = tuple(str(values[path]) for path in sorted(values))
             if key in candidates:
                 continue
-            case = replace(self.case, recipe=changed(self.case.recipe, tree_of(values)))
+            case = replace(self.case, recipe=changed(self.case.recipe, values))
             if legal(case, checked=self.case.recipe):
                 # Candidates that differ only in engines or offload share their training times.
                 train = (pair for pair in values.items() if pair[0].startswith("train."))
@@ -208,7 +207,7 @@ class _Run:
         overrides = [
             f"{path}={value_text(value)}"
             for path, value in candidate.values.items()
-            if value != value_at(self.case.recipe, path)
+            if changed(self.case.recipe, {path: value}) is not self.case.recipe
         ]
         if isinstance(recipe, Recipe) and asynchronous and recipe.schedule != ASYNC:
             overrides.append("schedule=async")
@@ -230,7 +229,7 @@ def legal(case: Case, checked: AnyRecipe | None = None) -> bool:
         or broken_rules(recipe, checked=checked)
         or _splits_badly(recipe, arch)
         or (case.critic is not None and critic_problems(recipe, case.critic))
-        or any(node_problems(recipe))
+        or engine_over_nodes(recipe)
     )
 
 
@@ -269,7 +268,7 @@ def _first_engine(run: _Run) -> Values:
     whole = model_bytes(arch, 2, quantized=quantized).total
     last: Values = {}
     for values in engines(run.case, run.gpus, colocated=True):
-        if _splits_badly(changed(recipe, tree_of(values)), arch):
+        if _splits_badly(changed(recipe, values), arch):
             continue
         last = values
         ranks = values.get("rollout.layout.tensor", 1) * values.get("rollout.layout.pipeline", 1)
@@ -296,8 +295,14 @@ def _engines_of(run: _Run, fitting: Sequence[_Candidate]) -> Iterator[Values]:
                     apart = {**values, **engine, "train.layout.data": fewer, "train.recompute": recompute}
                     yield placed(recipe, apart, colocated=False)
     if fitting and plan_devices(recipe, "cuda").bundles == gpus:
-        as_it_is = {path: value_at(recipe, path) for path in fitting[0].values}
-        yield {path: value for path, value in as_it_is.items() if value is not None or path not in beside_ranks(recipe)}
+        as_it_is: dict[str, Any] = {}
+        for path in fitting[0].values:
+            value: Any = recipe
+            for key in path.split("."):
+                value = getattr(value, key, None)  # None: an argument of an engine that is not given
+            if value is not None or path not in beside_ranks(recipe):
+                as_it_is[path] = value
+        yield as_it_is
 
 
 def _reason(recipe: AnyRecipe, time: StepTime, held: Sequence[DeviceMemory], card: int) -> str:
@@ -468,26 +473,6 @@ def placed(recipe: AnyRecipe, values: Values, *, colocated: bool) -> Values:
 def beside_ranks(recipe: AnyRecipe) -> Values:
     """Returns the values that only engines beside training ranks have, of an engine with the whole GPU."""
     return recipe.rollout.kind.beside_training(1.0) if isinstance(recipe, Recipe) else {}
-
-
-def changed(section: Kind, tree: Mapping[str, Any]) -> Kind:
-    """Returns a recipe with other values in some fields: itself if it has them already. Each is legal by itself; rules
-    are not checked."""
-    update = {}
-    for key, value in tree.items():
-        old: Any = getattr(section, key, None)
-        new = changed(old, value) if isinstance(value, dict) else value
-        if new is not old and new != old:
-            update[key] = new
-    return section.model_copy(update=update) if update else section
-
-
-def value_at(recipe: AnyRecipe, path: str) -> Any:
-    """Returns the recipe's own value of a field; None for an argument of SGLang that is not given."""
-    value: Any = recipe
-    for key in path.split("."):
-        value = getattr(value, key, None)
-    return value
 
 
 def value_text(value: Any) -> str:

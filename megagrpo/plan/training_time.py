@@ -16,10 +16,11 @@ from math import ceil
 
 from megagrpo.batching.rank_batches import MICROBATCHES_PER_STAGE
 from megagrpo.batching.work import LayerWork, head_work, layer_work
+from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.assumptions import Lengths
 from megagrpo.plan.case import Case
 from megagrpo.plan.communication import Links, RankGroup, Seconds, added, exchange, gather, groups_of
-from megagrpo.plan.parameters import adapted_linears, adapter_parameters, layer_counts, rank_parameters, stages
+from megagrpo.plan.parameters import adapter_parameters, layer_adapters, layer_counts, rank_parameters, stages
 from megagrpo.recipe.schema import LoraConfig, Recipe, TrainConfig
 from megagrpo.recipe.schema.train import RecomputeModule
 from megagrpo.weights.families.architecture import Architecture
@@ -56,19 +57,14 @@ class Flops:
 
 @dataclass(frozen=True)
 class Products:
-    """Repetitions of a forward pass's products: by layers' weights, in attention's core and by adapters, by the head.
-    `again` names the modules of layers whose products are done once more.
+    """The times that a pass goes `forward` and `backward` through the layers: 1 and 0 without gradients, 1 and 1 with
+    them, 2 and 1 if whole layers are recomputed. `again` names the modules of layers that go forward once more."""
 
-    The pass goes `forward` and `backward` times through the layers: 1 and 0 without gradients, 1 and 1 with them, 2 and
-    1 if whole layers are recomputed.
-    """
-
-    layers: int = 1
-    attention: int = 1
-    head: int = 1
-    again: frozenset[RecomputeModule] = frozenset()
     forward: int = 1
     backward: int = 0
+    again: frozenset[RecomputeModule] = frozenset()
+    frozen: bool = False
+    """The model's own weights have no gradients, as with adapters."""
 
 
 FORWARD = Products()
@@ -77,10 +73,8 @@ FORWARD = Products()
 
 def training_products(train: TrainConfig, whole: bool = False) -> Products:
     """Returns the products of a forward and a backward pass. The modules of train.recompute, or `whole` layers, go
-    forward once more. With train.lora the model's own weights have no gradients."""
-    weights, again = 2 if train.lora is not None else 3, 1 if whole else 0
-    modules = train.recomputed.modules
-    return Products(weights + again, 3 + again, weights + 1, modules, forward=1 + again, backward=1)
+    forward once more."""
+    return Products(1 + whole, 1, train.recomputed.modules, frozen=train.lora is not None)
 
 
 def layers_flops(
@@ -94,15 +88,23 @@ def layers_flops(
     """Returns the operations of `counts` layers with an MLP and with experts. `tokens` are those of all sequences
     together, `squares` the sum of the squared lengths."""
     dense = experts = attention = 0.0
+    by_weights, others = (over.forward + over.backward * (2 - frozen) for frozen in (over.frozen, False))
     for sparse, count in enumerate(counts):
         if count:
             work = layer_work(arch, arch.layers - 1 if sparse else 0)
             again = _work_again(work, over.again, bool(sparse))
-            dense += count * (over.layers * (work.projections + work.mlp) + again.dense) * tokens
-            experts += count * (over.layers * work.experts + again.experts) * tokens
-            attention += count * (over.attention * work.pairs + again.attention) * squares
+            dense += count * (by_weights * (work.projections + work.mlp) + again.dense) * tokens
+            experts += count * (by_weights * work.experts + again.experts) * tokens
+            attention += count * (others * work.pairs + again.attention) * squares
             if lora is not None:
-                dense += count * over.attention * _adapter_work(arch, lora, bool(sparse)) * tokens
+                # Adapters on matrices that Megatron fuses are one product, with zeros between them (megatron/lora.py).
+                linears = layer_adapters(arch, ParallelLayout(), tuple(lora.targets))
+                columns = sum(
+                    (arch.experts.per_token if arch.experts and of.of_expert else 1) * of.parts * (of.columns + of.rows)
+                    for of in linears
+                    if of.sparse == sparse
+                )
+                dense += count * others * (2.0 * lora.rank * columns) * tokens
     return Flops(dense, experts, attention)
 
 
@@ -118,17 +120,7 @@ def _work_again(work: LayerWork, modules: frozenset[RecomputeModule], sparse: bo
 
 def head_flops(arch: Architecture, over: Products, tokens: float) -> float:
     """Returns the operations of the output layer, at the `tokens` whose logprobs or values are wanted."""
-    return over.head * head_work(arch) * tokens
-
-
-def _adapter_work(arch: Architecture, lora: LoraConfig, sparse: bool) -> float:
-    """Returns the operations of one layer's adapters in a forward pass, for each token. Adapters on matrices that
-    Megatron fuses are one product, with zeros between them (megatron/lora.py)."""
-    columns = 0
-    for linear in adapted_linears(arch, sparse):
-        copies = arch.experts.per_token if linear.of_expert and arch.experts else 1
-        columns += copies * linear.targeted(lora) * (linear.inputs + linear.outputs)
-    return 2.0 * lora.rank * columns
+    return (1 + over.backward * (3 - over.frozen)) * head_work(arch) * tokens  # backward also makes logits again
 
 
 # --- passes ----------------------------------------------------------------------------------------------------------

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from megagrpo.errors import PreflightError
-from megagrpo.plan.advice import STATE_BYTES, checkpoint_bytes, disk_advice, disk_problems
+from megagrpo.plan.advice import STATE_BYTES, checkpoint_bytes, disk_problems, impossible, unwise
 from megagrpo.plan.parameters import total_parameters
 from megagrpo.plan.units import byte_text
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
-from tests.plans import LLAMA_8B, QWEN_30B, architecture, plan, recipe
+from tests.plans import LLAMA_8B, QWEN_30B, architecture, plan, planned, recipe
 from tests.tiny_run import make_run
 
 EXPERTS: dict[str, Any] = {
@@ -23,6 +23,8 @@ EXPERTS: dict[str, Any] = {
     "rollout.engines": 4,
 }
 ONE_NODE: dict[str, Any] = {"model.path": LLAMA_8B, "train.layout": {"tensor": 2, "data": 4}, "rollout.engines": 1}
+
+TURNS: dict[str, Any] = {"tools": ["python"], "tokens_max": 16384}
 
 # what is unwise, where, and a remedy
 CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
@@ -63,6 +65,10 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"train.optimizer": {"lr": 1e-3}}, "train.optimizer.lr", {"train.optimizer": {"lr": 1e-6}}),
     ({"deterministic": True}, "deterministic", {"deterministic": False}),
     ({"cluster.gpu": "L40S"}, "train.layout.tensor", {"cluster.gpu": "H100"}),
+    ({"agent": {"tools": ["python"]}}, "agent.tokens_max", {"agent": TURNS, "train.tokens_per_microbatch": 16384}),
+    ({"agent": TURNS | {"rollouts_at_once": 8192}, "train.tokens_per_microbatch": 16384,
+      "rollout.sglang": {"mem_fraction_static": 0.35}}, "agent.rollouts_at_once",
+     {"rollout.sglang": {"mem_fraction_static": 0.7}, "agent": TURNS | {"rollouts_at_once": 1024}}),
     ({"train.layout": {"tensor": 8, "pipeline": 8, "data": 2}, "rollout.prompts_per_step": 2}, "train.layout.pipeline",
      {"train.layout": {"tensor": 8, "pipeline": 2, "data": 8}, "rollout.prompts_per_step": 256}),
 ]  # fmt: skip
@@ -74,41 +80,41 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
 def test_what_is_unwise_is_told_until_it_is_remedied(
     changes: dict[str, Any], where: str, remedy: dict[str, Any]
 ) -> None:
-    told = [problem for problem in plan(changes).unwise if problem.where == where]
+    told = [problem for problem in unwise(plan(changes)) if problem.where == where]
     assert told
     assert all(problem.given and problem.needed and problem.fix for problem in told)
-    assert where not in [problem.where for problem in plan({**changes, **remedy}).unwise]
+    assert where not in [problem.where for problem in unwise(plan({**changes, **remedy}))]
 
 
 def test_a_good_recipe_gets_no_advice() -> None:
     of = plan()
-    assert not of.unwise
-    assert not of.problems
+    assert not unwise(of)
+    assert not impossible(of)
 
 
 def test_engines_over_the_edges_of_nodes_cannot_run() -> None:
     of = plan(rollout__layout={"tensor": 8}, rollout__engines=16, cluster__gpus_per_node=12)
-    assert [problem.where for problem in of.problems] == ["rollout.layout.tensor"]
+    assert [problem.where for problem in impossible(of)] == ["rollout.layout.tensor"]
 
 
 def test_a_checkpoint_is_twelve_bytes_for_each_trained_parameter() -> None:
     of = recipe(model__path=LLAMA_8B)
     model = architecture(of)
     whole = STATE_BYTES * total_parameters(model)
-    assert checkpoint_bytes(of, model) == whole
+    assert checkpoint_bytes(planned(of)) == whole
     follows = recipe(
         model__path=LLAMA_8B, algorithm={"kl": {"coefficient": 0.1}, "reference": {"update_every_steps": 10}}
     )
-    assert checkpoint_bytes(follows, model) == whole + 4 * total_parameters(model)
+    assert checkpoint_bytes(planned(follows)) == whole + 4 * total_parameters(model)
     adapters = recipe(model__path=LLAMA_8B, train__lora={"rank": 16})
-    assert 0 < checkpoint_bytes(adapters, model) < whole / 50
+    assert 0 < checkpoint_bytes(planned(adapters)) < whole / 50
 
 
 def test_checkpoints_need_room_where_they_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model").mkdir()
-    of = recipe({"model.path": LLAMA_8B, "checkpoint.directory": str(tmp_path)})
+    of = recipe({**ONE_NODE, "checkpoint.directory": str(tmp_path)})
     model = architecture(of)
-    each = checkpoint_bytes(of, model)
+    each = checkpoint_bytes(planned(of))
 
     def free(checkpoints: float) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(each * checkpoints)))
@@ -118,16 +124,16 @@ def test_checkpoints_need_room_where_they_go(tmp_path: Path, monkeypatch: pytest
     assert problem.where == "checkpoint.directory"
     free(2.5)
     assert not list(disk_problems(of, model))
-    (problem,) = disk_advice(of, model)
+    (problem,) = unwise(planned(of))
     assert "2 checkpoints and the next" in problem.needed
     (tmp_path / "step_000010").mkdir()  # takes its room already
-    assert not list(disk_advice(of, model))
+    assert not unwise(planned(of))
     kept = of.model_copy(update={"checkpoint": of.checkpoint.model_copy(update={"keep_batches": 10**6})})
-    (problem,) = disk_advice(kept, model)
+    (problem,) = unwise(planned(kept))
     assert problem.where == "checkpoint.keep_batches"
     changes = {"export_every_steps": 1, "keep_last": 1}
     exported = of.model_copy(update={"checkpoint": of.checkpoint.model_copy(update=changes)})
-    (problem,) = disk_advice(exported, model)
+    (problem,) = unwise(planned(exported))
     steps = of.train.total_steps or 0
     assert f"for {steps + 1} exported models" in problem.needed  # one after each step, and the final one
     assert byte_text(2 * total_parameters(model)) in problem.needed

@@ -82,7 +82,7 @@ def test_choices_of_a_search_have_overrides_and_figures(told: dict[str, Any]) ->
 
 def test_without_a_kind_of_gpu_what_needs_it_is_null() -> None:
     told = json.loads(plan_json(plan(cluster__gpu=None)))
-    assert (told["machines"], told["time"], told["fits"]) == (None, None, None)
+    assert (told["machines"], told["time"], told["fits"], told["schedules"]) == (None, None, None, [])
     assert told["memory"]
 
 
@@ -130,6 +130,8 @@ def test_what_does_not_fit_is_exit_code_2_and_a_search_that_finds_something_is_0
     assert "fix: change" in errors
     told, errors = printed(capsys, *big, "cluster.gpu=A100-40GB", "--search", code=2)
     assert told["search"]["choices"] == []
+    assert told["search"]["nearest"]["lacking_bytes"] > 0
+    assert "too much" in told["search"]["nearest"]["reason"]
     assert "--search on 1 GPUs" in errors
     assert main(["plan", *map(str, big), "cluster.gpu=A100-40GB", "--search", "--gpus", "16"]) == 0
     lines = capsys.readouterr().out

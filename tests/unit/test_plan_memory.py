@@ -314,7 +314,7 @@ def test_the_reference_is_away_in_updates_if_it_is_offloaded() -> None:
 
 
 def test_copies_for_checkpoints_are_what_a_checkpoint_holds_and_each_node_has_its_share() -> None:
-    whole = checkpoint_bytes(merged(), LLAMA)
+    whole = checkpoint_bytes(Case(merged(), LLAMA, H100))
     for layout in ({"tensor": 8}, {"tensor": 8, "data": 4}, {"tensor": 2, "pipeline": 2, "data": 2}):
         for distributed in (True, False):
             train = {"total_steps": 1, "layout": layout, "distributed_optimizer": distributed}
@@ -420,7 +420,7 @@ def test_a_critic_is_as_large_as_its_own_model() -> None:
     ]
     for phase in ("logprobs", "update"):
         assert seconds[1][phase] < 0.8 * seconds[0][phase]
-    assert checkpoint_bytes(recipe, LLAMA, small) < 0.7 * checkpoint_bytes(recipe, LLAMA)
+    assert checkpoint_bytes(Case(recipe, LLAMA, H100, critic=small)) < 0.7 * checkpoint_bytes(Case(recipe, LLAMA, H100))
 
 
 def test_adapters_have_no_gradients_of_weights_but_merge_them() -> None:

@@ -79,13 +79,3 @@ def test_names_are_escaped_and_the_recipe_is_there(of_70b: Plan) -> None:
     text = page(plan_of(of, architecture(of), unchecked=["data/<b>.parquet: no such file on this machine"]))
     assert "<b>.parquet" not in text
     assert "data/&lt;b&gt;.parquet: no such file on this machine" in text
-
-
-def test_pages_without_a_kind_of_gpu_or_without_gpus_have_no_time() -> None:
-    for changes in (
-        {"cluster.gpu": None},
-        {"cluster": {"device": "cpu"}, "train.offload": [], "rollout.layout": {"tensor": 2}, "rollout.engines": 1},
-    ):
-        text = page(plan(changes))
-        assert "a step:" not in text
-        assert "memory of each" in text

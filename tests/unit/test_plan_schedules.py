@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from megagrpo.plan.advice import unwise
 from megagrpo.plan.assumptions import Lengths
 from megagrpo.plan.schedules import (
     ONE_STEP_OFF,
@@ -289,13 +290,13 @@ def test_only_schedules_that_the_recipes_rules_allow_are_compared(changes: dict[
 def test_a_repeatable_run_is_judged_and_advised_without_what_its_rules_refuse() -> None:
     """Engines on devices of their own that wait: async would be the best."""
     plan = plans.plan({**APART, "deterministic": True, "rollout.engines": 4})
-    (told,) = (problem for problem in plan.unwise if problem.where == "cluster.placement")
+    (told,) = (problem for problem in unwise(plan) if problem.where == "cluster.placement")
     assert "schedule: one_step_off" in told.fix
     assert "async" not in told.fix + judgement(plan.schedules, plan.grpo)
     at_once = plans.plan(
         {**APART, "deterministic": True, "rollout.engines": 4, "schedule": {"kind": "async", "max_staleness": 0}}
     )
-    (told,) = (problem for problem in at_once.unwise if problem.where == "cluster.placement")
+    (told,) = (problem for problem in unwise(at_once) if problem.where == "cluster.placement")
     assert told.fix == "another split (--search)"
     beside = plans.recipe(deterministic=True)
     assert "--search compares" not in judgement(plan.schedules[:1], beside)
@@ -304,7 +305,7 @@ def test_a_repeatable_run_is_judged_and_advised_without_what_its_rules_refuse() 
 
 def test_carry_over_in_place_of_oversample_is_no_more_than_staleness_lets_begin() -> None:
     plan = plans.plan({"schedule": {"kind": "sync", "oversample": 600}})
-    (told,) = (problem for problem in plan.unwise if problem.where == "schedule.oversample")
+    (told,) = (problem for problem in unwise(plan) if problem.where == "schedule.oversample")
     assert told.fix == "carry_over: 512, max_staleness: 2"
     remedy = plans.recipe({"schedule": {"kind": "sync", "carry_over": 512, "max_staleness": 2}})
     assert not broken_rules(remedy)
@@ -347,7 +348,3 @@ def test_a_step_of_a_plan_takes_as_long_as_under_the_recipes_own_schedule() -> N
     assert in_turn.scheduled is None
     assert in_turn.time is not None
     assert in_turn.time.seconds == time.phase_seconds
-
-
-def test_a_plan_without_seconds_has_no_schedules() -> None:
-    assert plans.plan({"cluster.gpu": None}).schedules == ()

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.plan.advice import impossible
 from megagrpo.plan.parameters import stages, total_parameters
 from megagrpo.plan.plan import Plan
 from megagrpo.plan.show.terminal import draw, rows
@@ -95,7 +96,7 @@ def test_the_start_says_what_engines_without_weights_do_not_read(of_70b: Plan) -
 def test_what_is_too_much_is_marked_beyond_the_card() -> None:
     of = plan(train__recompute="none", train__layout={"tensor": 8, "data": 16}, cluster__gpu="A100-40GB")
     assert of.lacking_bytes
-    assert of.problems
+    assert impossible(of)
     text = drawn(of)
     assert re.search(r"update +█+│█+ .*too much", text)
 

@@ -8,6 +8,7 @@ import pytest
 
 import megagrpo
 from megagrpo.errors import PreflightError, Problem
+from megagrpo.plan.advice import IMPOSSIBLE, START_RULES, UNWISE
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
 from megagrpo.recipe.model_rules import MODEL_RULES
@@ -253,7 +254,10 @@ def test_every_rule_has_its_text() -> None:
     for section in sections:
         sections += section.__subclasses__()
     source = "".join(file.read_text() for file in Path(megagrpo.__file__).parent.rglob("*.py"))
-    assert {name for section in sections for name in section.RULES} | MODEL_RULES.keys() <= rule_texts().keys()
+    of_plans = {name for rules in (IMPOSSIBLE, START_RULES, *UNWISE.values()) for name in rules}
+    assert {
+        name for section in sections for name in section.RULES
+    } | of_plans | MODEL_RULES.keys() <= rule_texts().keys()
     assert set(re.findall(r'\b(?:problem|report)\("(\w+)"', source)) <= rule_texts().keys()
     assert rule_texts().keys() <= set(re.findall(r'"(\w+)"', source))
 

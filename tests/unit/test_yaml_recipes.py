@@ -17,6 +17,7 @@ import torch
 
 from megagrpo.errors import MegagrpoError
 from megagrpo.megatron import config
+from megagrpo.plan.advice import impossible, unwise
 from megagrpo.plan.case import GPUS
 from megagrpo.plan.parameters import known_models
 from megagrpo.plan.plan import plan_of
@@ -133,7 +134,7 @@ def test_a_recipe_fits_its_gpus_with_room_to_spare_and_is_not_unwise(file: Path,
 def assert_fits(recipe: AnyRecipe) -> None:
     assert isinstance(recipe, Recipe)
     plan = plan_of(recipe, read_architecture(known_models()[recipe.model.path]))
-    assert plan.problems == plan.unwise == ()
+    assert impossible(plan) == unwise(plan) == ()
     card = GPUS[str(recipe.cluster.gpu)].memory_bytes
     assert max(kind.fullest.bytes for kind in plan.memory) < 0.95 * card
 

@@ -6,6 +6,7 @@ import json
 from dataclasses import fields
 from typing import Any
 
+from megagrpo.plan.advice import impossible, unwise
 from megagrpo.plan.case import MappedDevice
 from megagrpo.plan.communication import LinkUse
 from megagrpo.plan.memory import DeviceMemory, PhaseMemory
@@ -46,8 +47,8 @@ def plan_json(plan: Plan, search: Search | None = None) -> str:
         "time": plan.time,
         "schedules": plan.schedules,
         "assumptions": plan.assumed,
-        "problems": plan.problems,
-        "unwise": plan.unwise,
+        "problems": impossible(plan),
+        "unwise": unwise(plan),
         "unchecked": plan.unchecked,
         "recipe": plan.recipe.model_dump(mode="json"),
     }

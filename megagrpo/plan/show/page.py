@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
 from megagrpo.errors import PreflightError, Problem
+from megagrpo.plan.advice import impossible
 from megagrpo.plan.case import MappedDevice
 from megagrpo.plan.plan import Plan
 from megagrpo.plan.search import Search
@@ -42,7 +43,7 @@ def page(plan: Plan, search: Search | None = None) -> str:
 <style>{STYLE.read_text(encoding="utf-8")}</style></head>
 <body><main>
 <h1>{title}</h1>
-{"".join(f'<pre class="bad">This cannot run: {escape(str(problem))}</pre>' for problem in plan.problems)}
+{"".join(f'<pre class="bad">This cannot run: {escape(str(problem))}</pre>' for problem in impossible(plan))}
 {"".join(_devices(plan))}
 <pre>{text}</pre>
 <details><summary>The recipe, with every default</summary><pre>{escape(dump(plan.recipe))}</pre></details>

@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from megagrpo.plan.advice import unwise
 from megagrpo.plan.assumptions import OF_AGENTS
 from megagrpo.plan.case import MappedDevice
 from megagrpo.plan.communication import LinkUse
@@ -20,6 +21,7 @@ from megagrpo.plan.search import SPARE, Choice, Search
 from megagrpo.plan.time import PhaseTime
 from megagrpo.plan.units import byte_text, second_text, spans
 from megagrpo.recipe.schema import Recipe
+from megagrpo.section import changed
 
 WIDTH_MAX = 120
 KINDS_MAX, FIELDS_MAX, PARTS_MAX, TIME_PARTS_MAX = 4, 3, 8, 4
@@ -39,7 +41,7 @@ def draw(plan: Plan, search: Search | None, console: Console) -> None:
         [Text(f"{name:<{width}} {text}") for name, text in facts],
         *(_layout(plan), _memory(plan, marks), _time(plan, marks), _schedules(plan), _assumptions(plan)),
         _search(search) if search else None,
-        [Text(f"unwise: {problem}", style="yellow") for problem in plan.unwise],
+        [Text(f"unwise: {problem}", style="yellow") for problem in unwise(plan)],
     ]
     for number, section in enumerate(filter(None, sections)):
         if number:
@@ -282,8 +284,7 @@ def judgement(times: Sequence[ScheduleTime], recipe: Recipe) -> str:
     if recipe.schedule != sync.schedule:
         ours = next(time for time in times if time.schedule == recipe.schedule)
         text += f"; the recipe's is {ours.name}, {sync.seconds / ours.seconds:.2f} times as fast as sync"
-    apart = recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"placement": "disaggregated"})})
-    if allowed(apart, ASYNC) and not allowed(recipe, ASYNC):
+    if allowed(changed(recipe, {"cluster.placement": "disaggregated"}), ASYNC) and not allowed(recipe, ASYNC):
         text += "; engines on devices of their own can sample during training, too: --search compares"
     return text
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megagrpo.weights.boxes import Box, Fill, Manifest, Placement, Storage
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture, Role, Tensor
+
+if TYPE_CHECKING:  # plans count adapters without torch
+    import torch
 
 FUSED: tuple[tuple[Role, ...], ...] = (
     ("q", "k", "v"), ("o",), ("gate", "up"), ("down",), ("expert_gate", "expert_up"), ("expert_down",),
@@ -140,6 +141,8 @@ def initial_a(matrix: str, rank: int, inputs: int, seed: int) -> torch.Tensor:
 
     It depends on the name and the seed only, so that every layout begins with the same numbers.
     """
+    import torch
+
     digest = hashlib.blake2b(f"{seed} {matrix}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     return (2 * torch.rand(rank, inputs, generator=generator) - 1) / inputs**0.5
@@ -151,6 +154,8 @@ def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float)
     Two blocks that overlap may differ in the last bit of float32: kernels for B A sum in an order that depends on the
     machine and on the size of the block.
     """
+    import torch
+
     exact = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(exact) + scale * (b.to(exact) @ a.to(exact))).to(weight.dtype)
 
