@@ -33,7 +33,7 @@ BUDGETS = {
     ("weights",): 6_195,
     ("megatron",): 3_732,
     ("layout", "batching", "algorithm"): 2_758,
-    ("checkpoint", "convert"): 2_242,
+    ("checkpoint", "convert"): 2_248,
     ("rollout",): 3_290,
     ("cluster",): 3_338,
     ("trainer", "evaluation"): 4_241,
@@ -50,7 +50,7 @@ LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=307),
-    "tests": Limits(lines=51_520, lines_of_file=600, files=None),
+    "tests": Limits(lines=51_537, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (15, 6), "A metric's walk": (5, 3)}

@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -32,7 +32,7 @@ from safetensors.numpy import save_file
 from megagrpo.checkpoint.store import Checkpoint
 from megagrpo.errors import CheckpointError, Problem, UnusableCheckpointError, brief, first_line
 from megagrpo.typed_json import packed, unpacked
-from megagrpo.types import AgentRun, Branch, Group, Prompt, Sample
+from megagrpo.types import AgentRun, Branch, Group, Prompt, Sample, Score
 from megagrpo.weights.files import sync_directories
 
 FORMAT = "megagrpo groups 3"
@@ -62,20 +62,24 @@ Index = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
 
 
 def _json_type(*kinds: type, without: Collection[str] = (), **others: Any) -> Any:
-    """Returns the type of these dataclasses' JSON, as one object: without some fields, and with others."""
+    """Returns the type of these dataclasses' JSON, as one object: without some fields, and with others. No field has a
+    default, so that none can be lost from a file; only baselines are optional."""
     hints = {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()} | others
-    defaults = {of.name: (of.default,) for kind in kinds for of in fields(kind) if of.default is not MISSING}
-    described = [(name, hint, *defaults.get(name, ())) for name, hint in hints.items() if name not in without]
+    described = [(name, hint, *[None] * (name in BASELINE)) for name, hint in hints.items() if name not in without]
     return msgspec.defstruct(f"{kinds[0].__name__}Json", described, kw_only=True)
 
 
+BASELINE = ("baseline", "baseline_score")
 AgentJson: Any = _json_type(AgentRun, branches=Index)
 SampleJson: Any = _json_type(Sample, without=("prompt_id", *FIELDS[""]), index=Index, agent=AgentJson | None)
+ScoreJson: Any = _json_type(Score)
 GroupJson: Any = _json_type(
     *(Prompt, Group),
     without=("prompt", *FIELDS["prompt_"]),
     samples=Sequence[SampleJson],
+    scores=Sequence[ScoreJson],
     baseline=SampleJson | None,
+    baseline_score=ScoreJson | None,
 )
 
 
@@ -301,7 +305,9 @@ def _groups(arrays: Arrays, saved: Sequence[Any]) -> list[Group]:
         prompt = _restored(Prompt, group, tokens=tuple(of_prompt["tokens"].tolist()))
         whole = tuple(made(prompt, sample) for sample in group.samples)
         baseline = group.baseline and made(prompt, group.baseline)
-        groups.append(_restored(Group, group, prompt=prompt, samples=whole, baseline=baseline))
+        scores = tuple(_restored(Score, score) for score in group.scores)
+        of_baseline = group.baseline_score and _restored(Score, group.baseline_score)
+        groups.append(Group(prompt, whole, scores, baseline, of_baseline))
     return groups
 
 

@@ -277,7 +277,7 @@ def weigh(
     recipe: Recipe,
     seed: int,
 ) -> TokenWeights:
-    """Weighs every response token of a minibatch. Collective over the ranks that hold its tokens.
+    """Weighs a minibatch's response tokens, before its first backward pass. Collective over the ranks that hold them.
 
     What depends on the whole minibatch is summed over these ranks, so that losses depend on neither layout nor packing.
     advantages, old_logprobs: of the minibatch; old_logprobs must be there if `prepares_by_old_logprobs`.

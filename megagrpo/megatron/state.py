@@ -2,9 +2,9 @@
 
 Every state is written in the coordinates of the Hugging Face checkpoint:
 `exp_avg.model.layers.3.self_attn.q_proj.weight` has the shape of that tensor, and each rank writes the boxes of it
-that it holds, by way of host memory (megatron/snapshot.py). The files are in Megatron's
-dist_checkpointing format, torch_dist. So a checkpoint has no layout: every layout loads it, with or without experts
-split and the distributed optimizer.
+that it holds, by way of host memory (megatron/snapshot.py). The files are in Megatron's dist_checkpointing format,
+torch_dist. So a checkpoint has no layout: every layout loads it, with or without experts split and the distributed
+optimizer.
 
 It holds routers' biases, which are not trained, and a reference policy that follows the policy. It does not hold what
 is known without it: the learning rate (a function of the step), a reference policy that stays as the model was,

@@ -212,8 +212,7 @@ def loop(seed: int, recipe: Recipe, rows_of_minibatches: Sequence[set[int]]) -> 
 
 
 def chosen_tokens(seed: int, recipe: Recipe, rows: set[int]) -> set[int]:
-    """Draws the tokens that clip_cov and kl_cov treat apart: sorts all of a minibatch's tokens, and draws by row and
-    index."""
+    """Returns the tokens that clip_cov and kl_cov treat apart: a sort of a minibatch's, drawn by row and index."""
     loss, n = recipe.algorithm.loss, {name: values.astype(np.float64) for name, values in numbers(seed).items()}
     tokens = [t for row in rows for t in range(OFFSETS[row], OFFSETS[row + 1])]
     old, advantages = n["old"] - n["old"][tokens].mean(), n["advantages"] - n["advantages"][tokens].mean()

@@ -7,6 +7,8 @@ import math
 from dataclasses import replace
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -247,6 +249,22 @@ def test_foreign_arrays_behind_a_right_checksum_are_refused_without_a_traceback(
     with np.errstate(all="ignore"):
         changed = np.array(numbers).astype(dtype)
     read_changed(written, arrays | {name: changed})
+
+
+@pytest.mark.parametrize(
+    "place", ["0 scores", "0 messages", "0 scores 2 masked", "3 samples 0 agent", "3 samples 0 agent events"]
+)
+def test_a_field_that_is_not_there_is_an_error_that_names_it_and_no_default(written: Path, place: str) -> None:
+    arrays = load_file(written)
+    content = json.loads(bytes(arrays["json"]))
+    *path, field = (int(part) if part.isdigit() else part for part in place.split())
+    del reduce(getitem, path, content["groups"])[field]
+    lacking = arrays | {"json": np.frombuffer(json.dumps(content).encode(), np.uint8)}
+    save_file(
+        lacking, written.with_name("lacking"), {"format": groups_file.FORMAT, "blake2b": groups_file._checksum(lacking)}
+    )
+    with pytest.raises(UnusableCheckpointError, match=f"lacking\n.*required field `{field}`"):
+        read_groups(written.with_name("lacking"), dict)
 
 
 def read_changed(written: Path, arrays: dict[str, np.ndarray]) -> None:
