@@ -35,12 +35,12 @@ BUDGETS = {
     ("layout", "batching", "algorithm"): 2_758,
     ("checkpoint", "convert"): 2_248,
     ("rollout",): 3_290,
-    ("cluster",): 3_338,
+    ("cluster",): 3_339,
     ("trainer", "evaluation"): 4_241,
     ("recipe", "preflight", "doctor"): 5_440,
     ("plan",): 4_987,
     ("data",): 2_694,
-    ("reward",): 7_666,
+    ("reward",): 7_663,
     ("agents",): 4_886,
     ("track", "report"): 4_707,
     ("importing",): 2_798,
@@ -49,7 +49,7 @@ BUDGETS = {
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=307),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=308),
     "tests": Limits(lines=51_537, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from megagrpo.errors import ModelError, Problem, first_line
 from megagrpo.recipe.schema import ClassifierConfig
-from megagrpo.reward.judging.client import Conversation
+from megagrpo.reward.judging.classifier import Conversation
 from megagrpo.tokenizer import encode_conversation, load_chat_tokenizer
 
 

@@ -25,7 +25,8 @@ from megagrpo.processes import importing
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import ClassifierConfig, EngineLayoutConfig, Recipe
 from megagrpo.reward.executors import Served
-from megagrpo.reward.judging.client import Conversation, HttpEndpoint, Reply
+from megagrpo.reward.judging.classifier import Conversation
+from megagrpo.reward.judging.client import HttpEndpoint, Reply
 from megagrpo.rollout.engine import ServerSpec
 
 if TYPE_CHECKING:  # torch follows prepare_process
@@ -226,7 +227,7 @@ class ActorEndpoint:
 
 
 class ActorClassifier:
-    """A ServedClassifier (reward/judging/client.py) that asks an actor."""
+    """A ServedClassifier (reward/judging/classifier.py) that asks an actor."""
 
     def __init__(self, actor: Any, start_seconds: float) -> None:
         self._actor, self._start_seconds = actor, start_seconds

@@ -18,16 +18,8 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from megagrpo.errors import Problem, RewardError
 from megagrpo.reward.functions import Function, FunctionSpec, Outcome, Signature, Task, failure_of, load, outcomes_of
-from megagrpo.reward.judging.client import (
-    AnswerCache,
-    AskConfig,
-    Endpoint,
-    HttpEndpoint,
-    Judge,
-    OverBudgetError,
-    ScoringModel,
-    ServedClassifier,
-)
+from megagrpo.reward.judging.classifier import ScoringModel, ServedClassifier
+from megagrpo.reward.judging.client import AnswerCache, AskConfig, Endpoint, HttpEndpoint, Judge, OverBudgetError
 
 if TYPE_CHECKING:
     from megagrpo.recipe.schema import RewardConfig

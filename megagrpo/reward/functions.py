@@ -305,9 +305,8 @@ def _spec_problems(spec: FunctionSpec, timeout_seconds: float, sandbox: bool) ->
     except RewardError as error:
         return list(error.problems)
     if isolated:
-        seconds = spec.arguments.get(
-            "seconds", inspect.signature(maker_of(spec.function)).parameters["seconds"].default
-        )
+        default = inspect.signature(maker_of(spec.function)).parameters["seconds"].default
+        seconds = spec.arguments.get("seconds", default)
         if seconds >= timeout_seconds:
             needed = f"less than {timeout_seconds:g}, reward.timeout_seconds: slow programs would have no score"
             where, fix = f"{spec.where}.arguments.seconds", "raise reward.timeout_seconds"

@@ -192,11 +192,11 @@ def test_a_key_that_is_not_set_is_named_at_the_start(made, monkeypatch):
 
 
 def test_a_server_that_is_not_there_masks_its_samples_and_ends_the_run_by_the_recipes_share():
-    given = {"url": "http://127.0.0.1:9/v1", "model": "m", "retries": 1, "backoff_seconds": 0.001}
-    reward = section("judge", **given)
+    reward = section("judge", url="http://127.0.0.1:9/v1", model="m", retries=1, backoff_seconds=0.001)
     scorer = Scorer(reward, 8)
     (group,) = scorer.score([group_of("x", "y")])
     assert [score.value for score in group.scores] == [None, None]
+    assert "(2 times): " in group.scores[0].error
     scorer.close()
     strict = Scorer(reward.model_copy(update={"failed_share_max": 0.5}), 8)
     with pytest.raises(RewardError, match="judge"):

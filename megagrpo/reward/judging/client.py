@@ -1,6 +1,6 @@
-"""Clients of models: a judge behind an OpenAI-compatible endpoint, with retries and a step's budget, and a classifier.
+"""Client of a judge behind an OpenAI-compatible endpoint: its retries, a step's budget, and a cache of answers.
 
-A judge's answers are kept in a file of the run's directory: no request is sent and paid for twice.
+The cache is a file of the run's directory: no request is sent and paid for twice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 import sqlite3
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -365,72 +365,6 @@ def text_of(answer: Any) -> str | None:
 def _tokens(usage: Any, name: str, characters: int) -> int:
     count = usage.get(name) if isinstance(usage, dict) else None
     return count if type(count) is int and count >= 0 else -(-characters // CHARACTERS_PER_TOKEN)
-
-
-# --- classifiers ------------------------------------------------------------------------------------------------------
-
-Conversation = Sequence[Mapping[str, Any]]
-
-
-class ServedClassifier(Protocol):
-    """A served model with a head for sequence classification."""
-
-    async def labels(self) -> list[str]:
-        """Returns the names of the model's logits."""
-
-    async def logits(self, conversations: Sequence[Conversation]) -> list[list[float] | str]:
-        """Returns each conversation's logits, or why it has none. Raises OSError or TimeoutError without an answer."""
-
-
-class ScoringModel:
-    """A client of a classifier for one reward function. For one event loop."""
-
-    def __init__(self, served: ServedClassifier) -> None:
-        self._served = served
-        self._waiting: list[tuple[Conversation, asyncio.Future[list[float] | str]]] = []
-        self._sending: asyncio.Task[None] | None = None
-        self._labels: list[str] | None = None
-        self.spent: defaultdict[str, float] = defaultdict(float)
-
-    def new_step(self) -> dict[str, float]:
-        """Returns the totals that the step has spent. Begins new ones."""
-        spent = {"seconds": 0.0, **self.spent}
-        self.spent.clear()
-        return spent
-
-    async def close(self) -> None:
-        """Does nothing: the run ends the model."""
-
-    async def logits(self, conversation: Conversation) -> tuple[list[float], list[str]]:
-        """Returns the logits of a conversation, and their labels. Raises JudgeError if it has none."""
-        answer: asyncio.Future[list[float] | str] = asyncio.get_running_loop().create_future()
-        self._waiting.append((conversation, answer))
-        if self._sending is None:
-            self._sending = asyncio.create_task(self._send())
-        logits = await answer
-        if isinstance(logits, str):
-            self.spent["failed"] += 1
-            raise JudgeError(logits)
-        return logits, self._labels or []
-
-    async def _send(self) -> None:
-        """Sends one batch after another, until nothing waits."""
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
-            began = time.monotonic()
-            answers: list[list[float] | str]
-            try:
-                if self._labels is None:
-                    self._labels = await self._served.labels()
-                answers = await self._served.logits([conversation for conversation, _ in batch])
-            except OSError as error:  # TimeoutError is one
-                answers = [f"the reward model does not answer: {type(error).__name__}: {error}"] * len(batch)
-            self.spent["seconds"] += time.monotonic() - began
-            self.spent["scored"] += len(batch)
-            for (_, answer), value in zip(batch, answers, strict=True):
-                if not answer.done():
-                    answer.set_result(value)
-        self._sending = None
 
 
 # --- answers that are kept --------------------------------------------------------------------------------------------

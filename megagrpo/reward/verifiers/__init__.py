@@ -1,1 +1,1 @@
-"""The verifiers: `make(**arguments)`, or where a file has several that of its name, returns what scores a response."""
+"""The verifiers: `make(**arguments)`, or in a file of several the function of its name, returns a reward function."""

@@ -14,15 +14,8 @@ from pydantic import Field
 
 from megagrpo.reward.answer_text import after_thinking
 from megagrpo.reward.functions import NOTE_CHARACTERS_MAX, Function, Outcome
-from megagrpo.reward.judging.client import (
-    Answer,
-    Arguments,
-    AskConfig,
-    Judge,
-    JudgeError,
-    OverBudgetError,
-    ScoringModel,
-)
+from megagrpo.reward.judging.classifier import ScoringModel
+from megagrpo.reward.judging.client import Answer, Arguments, AskConfig, Judge, JudgeError, OverBudgetError
 from megagrpo.reward.judging.rubric import (
     CHARACTERS_READ,
     Rubric,

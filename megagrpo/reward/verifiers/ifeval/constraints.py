@@ -102,6 +102,11 @@ def has_parts(parts: list[str], count: int) -> bool:
     return sum(map(bool, map(str.strip, parts))) == count and all(map(str.strip, parts[1:-1]))
 
 
+def consists_of(parts: list[str], count: int, fits: Callable[[str], object]) -> bool:
+    """Checks that there are so many parts, and that each fits."""
+    return len(parts) == count and all(map(fits, parts))
+
+
 def has_paragraphs(response: str, num_paragraphs: int) -> bool:
     """Checks the number of paragraphs between dividers `***`. Only those at the start and end may be empty."""
     return has_parts(re.split(r"\s?\*\*\*\s?", response), num_paragraphs)
@@ -345,8 +350,9 @@ BY_ID: dict[str, Check] = {
     "punctuation:no_comma": lambda response: "," not in response,
     # IFTrain
     "copy:copy": lambda response, prompt_to_repeat: same(response, prompt_to_repeat),  # in any case
-    "copy:copying_multiple": lambda response, prompt_to_repeat, N: (  # with six asterisks between
-        [same(copy, prompt_to_repeat) for copy in response.split("******")] == [True] * N
+    # with six asterisks between
+    "copy:copying_multiple": lambda response, prompt_to_repeat, N: consists_of(
+        response.split("******"), N, lambda copy: same(copy, prompt_to_repeat)
     ),
     "new:copy_span_idx": copies_span,
     "copy:repeat_phrase": repeats_phrase,
@@ -402,16 +408,15 @@ BY_NAME: dict[str, Check] = {
     ),
     # exactly N words, in any case
     "verify_keyword_frequency": lambda response, word, N: re.findall(r"\w+", response.lower()).count(word.lower()) == N,
-    "validate_forbidden_words": lambda response, forbidden_words: (
-        not any(  # not even within a word
-            word.lower() in response.lower() for word in forbidden_words
-        )
+    # not even within a word
+    "validate_forbidden_words": lambda response, forbidden_words: all(
+        word.lower() not in response.lower() for word in forbidden_words
     ),
     "verify_letter_frequency": lambda response, letter, N: response.count(one_character(letter)) == N,  # in this case
     "validate_response_language": BY_ID["language:response_language"],
     # between dividers `* * *`, none of them empty
-    "verify_paragraph_count": lambda response, N: (
-        [part.strip() != "" for part in "\n".join(map(str.strip, response.splitlines())).split("* * *")] == [True] * N
+    "verify_paragraph_count": lambda response, N: consists_of(
+        "\n".join(map(str.strip, response.splitlines())).split("* * *"), N, str.strip
     ),
     "validate_word_constraint": lambda response, N, quantifier: holds(len(response.split()), quantifier, N),
     # each but the last ends in `.`, `?` or `!` before a space; `around` is one more or less
