@@ -202,7 +202,7 @@ class Engine(ABC):
         arrived = engine.end_update(version)    # compared with the training ranks' digests by the caller
         engine.commit_update(version)           # only if they agree; otherwise begin again
 
-    The order of calls is checked here. A kind of engines implements the steps: `pause`, `open_update`,
+    The order of calls is checked here. A kind of engine implements the steps: `pause`, `open_update`,
     `receive_weights`, `close_update`, `label_weights` and `resume`. An update that failed is begun again in the same
     way. Every method raises EngineError when called out of turn, or when the engine fails.
 
@@ -270,7 +270,7 @@ class Engine(ABC):
         self._require(self.state is EngineState.UNVERIFIED, called, "end_update first")
         self._require(version == self.incoming, called, f"the version received, {self.incoming}")
         self.label_weights(version)
-        self._require(self.state is EngineState.UNVERIFIED, called, "an engine that is not closed")
+        self._require((self.state, self.incoming) == (EngineState.UNVERIFIED, version), called, "no call meanwhile")
         self.version, self.oldest, self.incoming = version, version, None
         self.state = EngineState.SERVING  # last: a thread that samples reads the version once it is serving
         self.resume()
@@ -292,7 +292,7 @@ class Engine(ABC):
 
     @abstractmethod
     def pause(self) -> None:
-        """Stops to sample, as the recipe's `pause` says, and returns once no step of the model uses the weights."""
+        """Stops sampling, as the recipe's `pause` says, and returns once no step of the model uses the weights."""
 
     def open_update(self) -> None:  # noqa: B027  some have room already
         """Makes room for the weights."""
@@ -306,7 +306,7 @@ class Engine(ABC):
         """Ends the transfer. Returns the digests of `end_update`."""
 
     def label_weights(self, version: int) -> None:  # noqa: B027  some read `version`
-        """Calls the weights that arrived `version`."""
+        """Labels the weights that arrived as `version`."""
 
     @abstractmethod
     def resume(self) -> None:
