@@ -37,6 +37,7 @@ SIGNS = re.compile(
 """What may be, or hide, a here-document's beginning, with the name of its end."""
 LAST_FALL = re.compile(r";;?&(?=(?:\s|#[^\n]*\n){0,200}\besac\b)")
 """The end of a last case, which the grammar knows as ;; only."""
+BACKQUOTES = re.compile(r"`[ \t]+`")
 NEXT_LINE = re.compile(rb"[ \t]*(#.*)?\n")
 SPANNED = ("expansion", "arithmetic_expansion", "command_substitution", "string")
 FORMS = Query(
@@ -161,9 +162,25 @@ def words(nodes: Sequence[Node], source: Node) -> list[tuple[Word, Node]]:
         else:
             ends.append((node, node.end_byte))
     return [
-        (Word(_decoded(text[node.start_byte - first : end - first]), node.start_point.row + 1), node)
+        (Word(part, node.start_point.row + 1), node)
         for node, end in ends
+        for part in _parted(_decoded(text[node.start_byte - first : end - first]))
     ]
+
+
+def _parted(word: str) -> list[str]:
+    """Parts a word at blanks between two of its substitutions by backquotes, which the grammar takes for one."""
+    if "(" in word or not BACKQUOTES.search(word):
+        return [word]
+    parted, at = [""], 0
+    while at < len(word):
+        end = span(word, at)
+        if word[at] in " \t":
+            parted += [""] if parted[-1] else []
+        else:
+            parted[-1] += word[at:end]
+        at = end
+    return parted
 
 
 def operands(test: Node) -> list[Node]:

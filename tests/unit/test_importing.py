@@ -278,7 +278,7 @@ SCRIPTS = {
     "continued": "show a \\\n  b=c \\\n  'd e'   # all\n",
     "arrays": 'A=(one "two three" # not this\n  four)\nA+=(five)\nshow "${A[@]}"',
     "lists": 'F=/a/b.parquet; L="[\'$F\', \'$F\']"; show data="${L}" x=\'["console","wandb"]\'',
-    "appended": "A=1; A+=2; export B=$A; show $A$B",
+    "appended": "A=1; A+=2; export B=$A; show $A$B `echo a` `echo b`",
     "redirected": "show a b 2>&1 >/dev/null\nshow c 2>/dev/null || true; show d",
     "basename": "M=/models/Qwen/Q; show $(basename $M)-x $(basename ${M})",
     "documents": "cat <<EOF >/dev/null\nshow not this\nEOF\nshow this; (cat <<E)>/dev/null;show a\nno\nE\nshow that",
