@@ -233,15 +233,15 @@ class AgentHost:
                 values = {name: value for name, value in message.items() if name != "event"}
                 rollout.events.append(reported(values, time.monotonic() - rollout.opened))
             return
+        error, outcome = str(message["error"]), {name: message[name] for name in ("reward", "turn_rewards")}
         slot.cancelled.pop(message["end"], None)
         rollout = slot.rollouts.pop(message["end"], None)
         if rollout is None:
             return
-        error = str(message["error"])
         if error and not self._said_failure:
             self._said_failure = True
             self._say(f"warning: the agent failed for the first time: {message['trace'] or error}".rstrip())
-        self._end(rollout, reward=message["reward"], turn_rewards=message["turn_rewards"], error=error)
+        self._end(rollout, **outcome, error=error)
 
     async def _watch(self) -> None:
         """Ends rollouts that reach their time limit, and processes that are blocked."""

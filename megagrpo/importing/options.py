@@ -91,6 +91,7 @@ def _arguments(
                 texts = {name: value for name, value in script.variables.items() if isinstance(value, str)}
                 inner = read_script(word.text, texts, set_to, line=word.line)
                 yield from _arguments(inner, is_program, set_to)
+                script.notes += inner.notes
 
 
 def hydra_overrides(words: Sequence[Word]) -> dict[str, Given]:

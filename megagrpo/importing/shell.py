@@ -16,7 +16,6 @@ from contextlib import suppress
 from tree_sitter import Node
 
 from megagrpo.importing.shell_syntax import (
-    CHARACTERS_MAX,
     Tested,
     inside,
     moves_output,
@@ -45,10 +44,8 @@ def read_script(
     """Reads the commands of a script. variables: those that are set before it begins, such as HOME; fixed: those that
     keep their values whatever it assigns; exits: whether it ends at an `exit`; line: of its first line."""
     script = Script(variables, fixed, exits)
-    if len(text) > CHARACTERS_MAX:
-        script.notes.append(f"the script is read for its first {CHARACTERS_MAX} characters only")
     try:
-        script.node(parsed(text, line))
+        script.follow(text, line)
     except _LeaveError:
         pass
     except RecursionError:
@@ -83,6 +80,12 @@ class Script(Shell):
         self.outside: list[dict[str, Value | None]] = []
         """For each function that runs, values outside of it of the variables that are its own; None: not set."""
 
+    def follow(self, text: str, line: int) -> Status:
+        """Follows the commands of a text. line: of its beginning."""
+        root, notes = parsed(text, line)
+        self.notes += notes
+        return self.node(root)
+
     def block(self, nodes: Sequence[Node]) -> Status:
         status: Status = True
         for node in nodes:
@@ -99,7 +102,7 @@ class Script(Shell):
         inner, fields = parts(node), node.children_by_field_name
         match node.type:
             case "redirected_statement":
-                return self._redirected(fields("body"), fields("redirect"))
+                return self.node(fields("body")[0], fields("redirect")) if fields("body") else True
             case "variable_assignment":
                 return self._simple(node, [node], redirects)
             case "command" | "variable_assignments" | "declaration_command" | "unset_command":
@@ -138,8 +141,6 @@ class Script(Shell):
                 return True
             case "subshell":
                 return self._apart(inner)
-            case "ERROR":
-                self.notes.append(f"line {node.start_point.row + 1} has a form that is not known here: look at it")
         return self.block(inner)
 
     # --- branches -----------------------------------------------------------------------------------------------------
@@ -267,13 +268,6 @@ class Script(Shell):
             before.append(UNKNOWN)
         return self.doubt("a pipe") if status is None else status
 
-    def _redirected(self, body: Sequence[Node], redirects: Sequence[Node]) -> Status:
-        """Follows a command, and those behind its here-document's beginning."""
-        status = self.node(body[0], redirects) if body else True
-        for redirect in redirects:
-            self.block([one for one in parts(redirect) if one.type in ("pipeline", "command", "list")])
-        return status
-
     # --- commands -----------------------------------------------------------------------------------------------------
 
     def _simple(self, node: Node, inner: Sequence[Node], redirects: Sequence[Node]) -> Status:
@@ -343,7 +337,7 @@ class Script(Shell):
             for one in arguments:
                 self.number(one, line)
         elif name == "eval":
-            return self.node(parsed(" ".join(arguments), line))
+            return self.follow(" ".join(arguments), line)
         elif OTHER_CHIPS.search(command):
             self.notes.append(f"line {line} looks for other chips, and finds none: the recipe is for NVIDIA GPUs")
             return False
@@ -380,7 +374,7 @@ class Script(Shell):
         written, variables, commands = self.written, self.variables, list(self.commands)
         self.written, self.variables = [], dict(variables)
         with suppress(_LeaveError):
-            self.node(parsed(command, line))
+            self.follow(command, line)
         text = "\n".join(one for one in self.written if one)
         self.written, self.variables, self.commands[:] = written, variables, commands
         return text

@@ -6,21 +6,44 @@ from __future__ import annotations
 
 import operator
 import re
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import islice
 
 import tree_sitter_bash
-from tree_sitter import Language, Node, Parser, Point, Range
+from tree_sitter import Language, Node, Parser, Point, Query, QueryCursor, Range
 
-from megagrpo.importing.shell_words import UNKNOWN, Shell, Status, Word, matches, unknown_part
+from megagrpo.importing.shell_words import UNKNOWN, Shell, Status, Word, matches, span, unknown_part
 
-CHARACTERS_MAX = 64 * 1024
-"""Most characters that are parsed: a text that is no script takes time and memory by the square of its length."""
+CHARACTERS_MAX = 1024 * 1024
+PIPES_MAX = 2000
+"""Most pipes of a text that is parsed: where their end is missing, they take memory by the square of their number."""
+SECONDS_MAX = 1.0
+"""Processor time after which a text is parsed for a part only: one that is no script may take it by the square of its
+length."""
+CHUNK_BYTES = 4096
+PASSES = 5
+"""Most times that a text is parsed again: a form that is mended may hide another one."""
+ODD_MAX = 10
+"""Most places that notes name."""
 BASH = Language(tree_sitter_bash.language())
 END = 2**32 - 1
 EXPRESSIONS = ("test_command", "binary_expression", "unary_expression", "parenthesized_expression")
-DOCUMENT = re.compile(r"(<<-?[ \t]*(['\"]?)[A-Za-z_]\w*\2)(?=[;|&])")
-"""The beginning of a here-document, behind which the grammar needs a blank."""
+SIGNS = re.compile(
+    r"[\\'\"`$\n]|(?<![^\s;&|()])#.*|<<<|<<-?[ \t]*((?:\\.|'[^'\n]*'|\"[^\"\n]*\"|[^\s\\'\"`;|&<>()])+)"
+    r"|\(\([^()\n]*(?:\([^()\n]*\)[^()\n]*)*\)\)"
+)
+"""What may be, or hide, a here-document's beginning, with the name of its end."""
+LAST_FALL = re.compile(r";;?&(?=(?:\s|#[^\n]*\n){0,200}\besac\b)")
+"""The end of a last case, which the grammar knows as ;; only."""
+BACKQUOTES = re.compile(r"`[ \t]+`")
+NEXT_LINE = re.compile(rb"[ \t]*(#.*)?\n")
+SPANNED = ("expansion", "arithmetic_expansion", "command_substitution", "string")
+FORMS = Query(
+    BASH,
+    "(ERROR) @odd (MISSING) @odd [(command (variable_assignment) @assigned) (ERROR (variable_assignment) @assigned)]",
+)
 OUTPUT = re.compile(r"&?1?>")
 COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
@@ -28,12 +51,82 @@ COMPARISONS: dict[str, Callable[[int, int], bool]] = {
 }  # fmt: skip
 
 
-def parsed(text: str, line: int = 1) -> Node:
-    """Returns the tree of a text. line: of its beginning."""
-    text = DOCUMENT.sub(r"\1 ", text[:CHARACTERS_MAX].replace("\r\n", "\n"))
-    source = text.encode("utf-8", "surrogatepass")
+def parsed(text: str, line: int = 1) -> tuple[Node, list[str]]:
+    """Returns the tree of a text, and notes on what is not read. line: of its beginning."""
+    text = LAST_FALL.sub(";;", _without_documents(text.replace("\r\n", "\n")))
+    pipes = [sign.start() for sign in re.finditer(r"\|", text)]
+    end = min(CHARACTERS_MAX, *pipes[PIPES_MAX : PIPES_MAX + 1], len(text))
+    while isinstance(root := _tree(source := text[:end].encode("utf-8", "surrogatepass"), line), int):
+        end = min(root, end) // 2
+    notes = list[str]()
+    if len(text) > end:
+        last = line + text.count("\n", 0, end)
+        notes.append(f"the script is read up to a place in line {last} only: it is too long, or no script")
+    found = QueryCursor(FORMS).captures(root)
+    for _ in range(PASSES):  # after several assignments, the grammar takes the next line for their command
+        ends = sorted(one.end_byte for one in found.get("assigned", ()) if NEXT_LINE.match(source, one.end_byte))
+        lines = [source[start:end] for start, end in zip([0, *ends], [*ends, len(source)], strict=True)]
+        again = _tree(b";".join(lines), line) if ends else 0
+        if isinstance(again, int):
+            break
+        source, root = b";".join(lines), again
+        found = QueryCursor(FORMS).captures(root)
+    odd = islice(filter(_is_odd, found.get("odd", ())), ODD_MAX)
+    for first, last in sorted({(one.start_point.row + 1, one.end_point.row + 1) for one in odd}):
+        where = f"line {first} has" if first == last else f"lines {first} to {last} have"
+        notes.append(f"{where} a form that is not known here: look at {'it' if first == last else 'them'}")
+    return root, notes
+
+
+def _without_documents(text: str) -> str:
+    """Returns a text with empty lines in the place of the here-documents outside of its substitutions: the grammar
+    knows only some of the commands that may stand behind their beginning."""
+    pieces, names, at, done = list[str](), list[str](), 0, 0
+    while sign := SIGNS.search(text, at):
+        at = sign.end()
+        if sign[1]:
+            names.append(re.sub(r"[\"'\\]", "", sign[1]))
+            pieces += [text[done : sign.start()], "< ", sign[1]]
+            done = at
+        elif sign[0] == "\n":
+            for name in names:
+                end = re.compile(rf"^[ \t]*{re.escape(name)}[ \t]*$", re.MULTILINE).search(text, at)
+                stop = end.end() if end else len(text)
+                pieces += [text[done:at], "\n" * text.count("\n", at, stop)]
+                at = done = stop
+            names.clear()
+        elif sign[0] in "\\'\"`$":
+            at = span(text, sign.start())
+    return "".join([*pieces, text[done:]])
+
+
+def _is_odd(node: Node) -> bool:
+    """Returns whether what no grammar has is outside of the parts of words that are read by their text."""
+    if node.start_byte == node.end_byte and not node.is_missing:
+        return False
+    above = node.parent
+    while above:
+        if above.type in SPANNED and span(text := source_of(above), 0) == len(text):
+            return False
+        above = above.parent
+    return True
+
+
+def _tree(source: bytes, line: int) -> Node | int:
+    """Returns the tree of a source, or how far the parser came if it takes too long. line: of its beginning."""
     place = Range(Point(max(line - 1, 0), 0), Point(END, END), 0, len(source))
-    return Parser(BASH, included_ranges=[place]).parse(source).root_node
+    end, reached = time.thread_time() + SECONDS_MAX, 0
+
+    def is_late(at: int, _: bool) -> bool:
+        nonlocal reached
+        reached = at
+        return time.thread_time() > end
+
+    with suppress(ValueError):
+        parse = Parser(BASH, included_ranges=[place]).parse
+        if parse(lambda at, _: source[at : at + CHUNK_BYTES], progress_callback=is_late):
+            return Parser(BASH, included_ranges=[place]).parse(source).root_node
+    return reached
 
 
 def parts(node: Node) -> list[Node]:
@@ -43,7 +136,11 @@ def parts(node: Node) -> list[Node]:
 def source_of(node: Node, start: int = 0, end: int = END) -> str:
     """Returns the text of a node, between two bytes of the script if they are given."""
     first = node.start_byte
-    return (node.text or b"")[max(0, start - first) : end - first].decode("utf-8", "surrogatepass")
+    return _decoded((node.text or b"")[max(0, start - first) : end - first])
+
+
+def _decoded(source: bytes) -> str:
+    return source.decode("utf-8", "surrogatepass")
 
 
 def inside(node: Node, opening: str, closing: str) -> str:
@@ -56,14 +153,34 @@ def words(nodes: Sequence[Node], source: Node) -> list[tuple[Word, Node]]:
     """Returns the words of `source` that the nodes are, each with its first node. Nodes that touch are one word,
     whatever the grammar takes them for; other signs are words of their own."""
     ends: list[tuple[Node, int]] = []
+    text, first = source.text or b"", source.start_byte
     for node in nodes:
         before, end = ends[-1] if ends else (node, -1)
-        touches = end >= 0 and not source_of(source, end, node.start_byte).replace("\\\n", "")
+        touches = end >= 0 and not text[end - first : node.start_byte - first].replace(b"\\\n", b"")
         if touches and node.is_named and (before.is_named or before.type in "~$"):
             ends[-1] = (before, node.end_byte)
         else:
             ends.append((node, node.end_byte))
-    return [(Word(source_of(source, node.start_byte, end), node.start_point.row + 1), node) for node, end in ends]
+    return [
+        (Word(part, node.start_point.row + 1), node)
+        for node, end in ends
+        for part in _parted(_decoded(text[node.start_byte - first : end - first]))
+    ]
+
+
+def _parted(word: str) -> list[str]:
+    """Parts a word at blanks between two of its substitutions by backquotes, which the grammar takes for one."""
+    if "(" in word or not BACKQUOTES.search(word):
+        return [word]
+    parted, at = [""], 0
+    while at < len(word):
+        end = span(word, at)
+        if word[at] in " \t":
+            parted += [""] if parted[-1] else []
+        else:
+            parted[-1] += word[at:end]
+        at = end
+    return parted
 
 
 def operands(test: Node) -> list[Node]:

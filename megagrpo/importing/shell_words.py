@@ -20,6 +20,7 @@ PARAMETER = re.compile(r"(#|!)?([A-Za-z_]\w*|\d+|[@*#?$!-])(?:\[([^]]*)\])?")
 SEQUENCE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
 EMPTY_LIST = re.compile(r'"\$(@|\{[^}]*\[@\][^}]*\}|\{@[^}]*\})"')
 """Words that expand to no word at all if the list in them is empty."""
+PATTERNS = re.compile(r"[@?*+!]\(")
 ITEMS_MAX = 10_000
 TOKEN = re.compile(
     r"\s*(\d+#\w+|0[xX][0-9a-fA-F]+|\d+|[A-Za-z_]\w*|\*\*|<<|>>|&&|\|\||[-+*/%<>=!]=|\+\+|--|[-+*/%<>=!~?:(),&|^])"
@@ -140,8 +141,10 @@ class Shell(ABC):
         return " ".join(_Expansion(word.text, word.line, self).pieces(split=False))
 
     def pattern(self, word: Word) -> str:
-        """Expands a word to one pattern, with a backslash before quoted signs."""
-        return " ".join(_Expansion(word.text, word.line, self, pattern=True).pieces(split=False))
+        """Expands a word to one pattern, with a backslash before quoted signs; UNKNOWN if it has another pattern in
+        it, such as @(a|b)."""
+        pattern = " ".join(_Expansion(word.text, word.line, self, pattern=True).pieces(split=False))
+        return UNKNOWN + pattern if PATTERNS.search(pattern) else pattern
 
     def number(self, expression: str, line: int) -> int | None:
         """Evaluates arithmetic; None if it needs an unknown value, or is no arithmetic."""
@@ -215,7 +218,7 @@ class _Expansion:
         return pieces
 
     def _plain(self, text: str) -> str:
-        return re.sub(r"([*?\[\]\\])", r"\\\1", text) if self.pattern else text
+        return re.sub(r"([*?\[\]\\(])", r"\\\1", text) if self.pattern else text
 
     def _add(self, pieces: list[str], values: list[str], *, split: bool, plain: bool = False) -> None:
         """Appends values: the first to the last piece, others as words of their own. split: splits values at blanks."""

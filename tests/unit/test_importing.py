@@ -278,10 +278,12 @@ SCRIPTS = {
     "continued": "show a \\\n  b=c \\\n  'd e'   # all\n",
     "arrays": 'A=(one "two three" # not this\n  four)\nA+=(five)\nshow "${A[@]}"',
     "lists": 'F=/a/b.parquet; L="[\'$F\', \'$F\']"; show data="${L}" x=\'["console","wandb"]\'',
-    "appended": "A=1; A+=2; export B=$A; show $A$B",
+    "appended": "A=1; A+=2; export B=$A; show $A$B `echo a` `echo b`",
     "redirected": "show a b 2>&1 >/dev/null\nshow c 2>/dev/null || true; show d",
     "basename": "M=/models/Qwen/Q; show $(basename $M)-x $(basename ${M})",
-    "documents": "cat <<EOF >/dev/null\nshow not this\nEOF\nshow this; cat <<E|cat >/dev/null\nno\nE\nshow that",
+    "documents": "cat <<EOF >/dev/null\nshow not this\nEOF\nshow this; (cat <<E)>/dev/null;show a\nno\nE\nshow that",
+    "two assigned": "A=1 B=2\n! show $A\nA=3 B=4 # c\nif [ $A = 3 ]; then A=5 B=6\nshow $A; fi",
+    "last case": "case a in a) show a ;& # c\nesac; show b",
     "joined": 'A=x; show $A/y.$A ${A}_z pre"$A b"post',
     "cases": 'L=(); C=gpu; case "$C" in npu) P=16; L+=(x) ;; g*|tpu) P=8 ;; *) P=1 ;; esac; show $P "${L[@]}"',
     "functions": 'f() { local a=$1; shift; show $a "$@" $#; }; f 1 "2 3" 4',
@@ -315,6 +317,15 @@ def test_reading_a_script_runs_nothing_and_what_only_a_shell_can_tell_stays_unkn
 @pytest.mark.parametrize("text", ["{1..999999999}", "{1..999}{1..999}{1..999}"])
 def test_braces_stand_for_a_limited_number_of_words(text: str) -> None:
     assert len(braces(text)) <= ITEMS_MAX
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [("a | " * 20_000, "read up to"), ("a=(" * 20_000, "read up to"), ('a\nshow "b', "line 2 has a form"), ("a;", "")],
+)
+def test_what_is_not_read_is_said(text: str, note: str) -> None:
+    notes = read_script(text, {}, {}).notes
+    assert (note in notes[0]) if note else not notes
 
 
 def test_what_a_branch_that_cannot_be_chosen_leaves_is_not_known() -> None:
