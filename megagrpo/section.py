@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from string import Formatter
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
@@ -30,6 +30,7 @@ Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 TEMPERATURE_MIN, TEMPERATURE_MAX = 1e-3, 1e3
 Temperature = Annotated[float, Field(ge=TEMPERATURE_MIN, le=TEMPERATURE_MAX)]
 
+FORMATTER = Formatter()
 FILE_AND_FUNCTION = r"^.+\.py:[A-Za-z_]\w*$"
 """A user's own method, as FILE.py:FUNCTION."""
 
@@ -66,25 +67,34 @@ def rule_texts() -> dict[str, Problem]:
     return {name: Problem(*next(iter(row.items())), row["needed"], row["fix"]) for name, row in rows.items()}
 
 
-class _Written(Formatter):
-    """Templates' values as a recipe has them: lists with commas, true, false and null."""
+def _filled(template: str, values: Mapping[str, Any]) -> str:
+    """Returns a template with values in it, each as a recipe has it. Formatter.vformat takes twice as long."""
+    text = ""
+    for literal, name, form, _ in FORMATTER.parse(template):
+        text += literal
+        if name is not None:
+            text += _written(FORMATTER.get_field(name, (), values)[0], form or "")
+    return text
 
-    def format_field(self, value: Any, format_spec: str) -> str:
-        if isinstance(value, list):
-            return ", ".join(map(str, value)) or "none"
-        text: str = super().format_field(value, format_spec) if value is not None else "null"
-        return text.lower() if isinstance(value, bool) else text
+
+def _written(value: Any, form: str) -> str:
+    """Formats a value as a recipe has it: lists with commas, true, false and null."""
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    text = "null" if value is None else format(value, form)
+    return text.lower() if isinstance(value, bool) else text
 
 
 def problem(rule: str, /, **values: Any) -> Problem:
     """Returns the problem of a rule, with these values in its text."""
-    return Problem(*(_Written().vformat(part, (), values) for part in astuple(rule_texts()[rule])))
+    return Problem(*(_filled(part, values) for part in vars(rule_texts()[rule]).values()))
 
 
 def broken(rules: Rules[Of], of: Of) -> Iterator[Problem]:
     """Yields the problems of an object's broken rules, in their order."""
     for rule, breaks in rules.items():
-        if not (result := cast(Any, breaks(of))):
+        result: Any = breaks(of)
+        if not result:
             continue
         many = isinstance(result, Iterator) or (isinstance(result, list) and isinstance(result[0], Mapping))
         for values in result if many else [result]:

@@ -70,6 +70,7 @@ class Checking:
     weights_too: bool = True
     model: Any = None  # the directories of the model and its tokenizer
     architecture: Any = None
+    has_files: bool = False  # the model's are on this machine
     tokenizer: Any = None
     templates: Path | None = None  # the tokenizer, if its chat template can be asked
     absent: Sequence[str] = ()  # data that may be on the cluster
@@ -88,12 +89,6 @@ class Checking:
         """Returns whether the run starts engines."""
         return self.grpo and self.engines_too
 
-    @property
-    def has_files(self) -> bool:
-        """Returns whether the model's files are on this machine."""
-        is_read = self.model is not None and self.architecture is not None
-        return is_read and (not self.plan_only or Path(self.recipe.model.path).is_dir())
-
     def run(self, checks: Mapping[str, Check]) -> None:
         """Runs the checks that are due, in their order."""
         for is_due, find in checks.values():
@@ -103,6 +98,7 @@ class Checking:
     def find_model(self) -> None:
         self.model = model_directory(self.recipe, self.plan_only)
         self.architecture = read_architecture(self.model)
+        self.has_files = not self.plan_only or Path(self.recipe.model.path).is_dir()
         has_weights = self.has_files and self.weights_too and manifests(self.model)
         if has_weights and (more := extra_tensors(self.model)):
             unloaded = f"{len(more)} tensors of its files, which are not of the model or loaded: {brief(more)}"

@@ -85,6 +85,7 @@ def test_a_plan_needs_no_files_of_a_known_model(recipe: Path, capsys: pytest.Cap
     printed = capsys.readouterr().out
     assert "8.2B parameters" in printed
     assert "the tokenizer of Qwen/Qwen3-8B: not on this machine" in printed
+    assert " room on disk and this machine's devices: checked when the run starts" in printed
 
 
 def test_a_plan_says_which_data_it_could_not_look_at(recipe: Path) -> None:

@@ -302,10 +302,13 @@ class Recipe(Section):
         ),
         "model_of_a_function": _wrong_models,
         "model_that_no_function_asks": lambda r: (
-            {"name": name}
-            for names in [{model for _, _, model in r._models_asked()}]
-            for name in r.reward.models
-            if name not in names
+            r.reward.models
+            and [
+                {"name": name}
+                for names in [{model for _, _, model in r._models_asked()}]
+                for name in r.reward.models
+                if name not in names
+            ]
         ),
         "model_larger_than_a_node": lambda r: (
             {"name": name, "devices": model.devices}
