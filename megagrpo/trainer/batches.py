@@ -118,7 +118,7 @@ def read_batch(directory: Path, step: int) -> SavedBatch:
         given = f"saved are {ranges(saved_steps(directory))}"
         raise _unusable(f"{directory}: no batch of step {step}", given)
     everything, notes = read_groups(path, _Notes)
-    if max(notes.groups, default=0) >= len(everything):
+    if max(notes.groups, default=-1) >= len(everything):
         raise _unusable(str(path), f"group {max(notes.groups)} of {len(everything)}")
     unscored = any(not group.scores or not group.samples for group in everything)
     if not notes.groups or unscored or (notes.baselines is not None and len(notes.baselines) != len(notes.groups)):

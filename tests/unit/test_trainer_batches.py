@@ -101,6 +101,9 @@ def test_a_file_of_groups_that_is_no_batch_is_refused(kept: Path, change: dict[s
     write_groups(path, [Group(group.prompt, group.samples) for group in groups], notes)
     with pytest.raises(UnusableCheckpointError, match="scores"):
         read_batch(kept, 4)
+    write_groups(path, [], notes | {"groups": []})
+    with pytest.raises(UnusableCheckpointError, match="without samples"):
+        read_batch(kept, 4)
 
 
 @pytest.mark.parametrize(
