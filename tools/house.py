@@ -34,8 +34,8 @@ BUDGETS = {
     ("megatron",): 3_732,
     ("layout", "batching", "algorithm"): 2_758,
     ("checkpoint", "convert"): 2_242,
-    ("rollout",): 3_290,
-    ("cluster",): 3_338,
+    ("rollout",): 3_292,
+    ("cluster",): 3_349,
     ("trainer", "evaluation"): 4_241,
     ("recipe", "preflight", "doctor"): 5_440,
     ("plan",): 5_057,
@@ -50,7 +50,7 @@ LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=307),
-    "tests": Limits(lines=51_562, lines_of_file=600, files=None),
+    "tests": Limits(lines=51_563, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (15, 6), "A metric's walk": (5, 3)}

@@ -166,7 +166,7 @@ def start_server(
 
 
 def server_spec(**values: Any) -> ServerSpec:
-    """Of a server of one rank on CPUs, unless `values` say otherwise."""
+    """Returns the spec of a server of one rank on CPUs, unless `values` say otherwise."""
     given: dict[str, Any] = {"name": "engine 0", "log": Path("log"), "settings": SglangConfig(), "dtype": "float32"}
     given |= {"layout": EngineLayoutConfig(), "device": "cpu", "threads": 1, "model_directory": "m"}
     return ServerSpec(**given | {"requests_at_once": 8, "tokens_per_request": 100} | values)
