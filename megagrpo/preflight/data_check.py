@@ -96,8 +96,8 @@ def data_problems(recipe: AnyRecipe, absent: Collection[str]) -> Iterator[Proble
             where = f"{section}.{index}.path"
             problems: list[Problem] = []
             problems += attempt(problems, _entry_problems, file, reward) or []
-            for found in problems:
-                yield found if isinstance(found, PathProblem) else replace(found, where=f"{where}: {found.where}")
+            for fault in problems:
+                yield fault if isinstance(fault, PathProblem) else replace(fault, where=f"{where}: {fault.where}")
 
 
 def sources_of(files: Sequence[DataFileConfig]) -> set[str]:

@@ -129,8 +129,8 @@ def schema_problems(
             value = value.get(expected.choice[0].key)
             kind = "missing" if value is None else kind
         path = ".".join(map(str, keys))
-        beside = [p.fix for at, p in problems.items() if at.rpartition(".")[0] == path.rpartition(".")[0]]
-        misspelt = error["type"] == "missing" and _did_you_mean(str(keys[-1])) in beside
+        sibling_fixes = [p.fix for at, p in problems.items() if at.rpartition(".")[0] == path.rpartition(".")[0]]
+        misspelt = error["type"] == "missing" and _did_you_mean(str(keys[-1])) in sibling_fixes
         if path not in problems and not misspelt:
             key = str(keys[-1])
             if kind == "extra_forbidden" and expected.sections:

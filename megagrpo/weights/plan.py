@@ -186,21 +186,21 @@ def plan_problems(plan: WeightPlan, destinations: Iterable[int] | None = None) -
         located = Located(manifest)
         pieces: dict[Placement, list[Box]] = defaultdict(list)
         for transfer in plan.incoming(index):
-            come, go = transfer.source_placement, transfer.destination_placement
+            origin, target = transfer.source_placement, transfer.destination_placement
             if transfer.source not in sources:
                 sources[transfer.source] = Located(plan.sources[transfer.source])
-            into, out_of = located.whole_of(go), sources[transfer.source].whole_of(come)
+            into, out_of = located.whole_of(target), sources[transfer.source].whole_of(origin)
             holder = plan.sources[transfer.source].holder
-            where = f"{come.box.tensor}: {holder} to {manifest.holder}"
-            region = as_slice(come.box)
-            if come.box != go.box:
-                given = f"{region} to {as_slice(go.box)}"
+            where = f"{origin.box.tensor}: {holder} to {manifest.holder}"
+            region = as_slice(origin.box)
+            if origin.box != target.box:
+                given = f"{region} to {as_slice(target.box)}"
                 problems.append(Problem(where, given, "the same box at both ends"))
             elif into is None or out_of is None:
                 given = f"{region} is not there in {manifest.holder if into is None else holder}"
                 problems.append(Problem(where, given, "a part of one of its placements"))
             else:
-                pieces[into].append(go.box)
+                pieces[into].append(target.box)
         problems += _relay_problems(plan, index)
         for placement in manifest.placements:
             box = placement.box

@@ -382,9 +382,9 @@ def _deliveries(bundles: Sequence[Bundle], topology: Topology) -> list[_Delivery
                 continue
             for receiver in receivers:
                 place = topology.destinations[receiver]
-                beside = next((source for source in near if topology.sources[source].link_to(place) == "device"), None)
-                senders = near if beside is None else (beside,)
-                deliveries.append(_Delivery(index, senders, (receiver,), "node" if beside is None else "device"))
+                local = next((source for source in near if topology.sources[source].link_to(place) == "device"), None)
+                senders = near if local is None else (local,)
+                deliveries.append(_Delivery(index, senders, (receiver,), "node" if local is None else "device"))
     return deliveries
 
 

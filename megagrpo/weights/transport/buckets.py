@@ -166,8 +166,8 @@ def _cut_into_buckets(plan: WeightPlan, transfers: Iterable[Transfer], bucket_by
             if end > bucket_bytes:
                 buckets.append([])
                 begin, end = 0, box.elements * item_bytes
-            come, go = transfer.source_placement.part(box), transfer.destination_placement.part(box)
-            buckets[-1].append(Piece(come, go, dtype, begin, end))
+            origin, target = transfer.source_placement.part(box), transfer.destination_placement.part(box)
+            buckets[-1].append(Piece(origin, target, dtype, begin, end))
             begin = -(-end // ALIGNMENT) * ALIGNMENT
     return buckets
 
