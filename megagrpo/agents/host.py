@@ -219,7 +219,7 @@ class AgentHost:
                         needed = "a function that can be called with (task, endpoint) and agent.arguments"
                         raise AgentError(Problem("the agent cannot be loaded", given, needed))
         except (ValueError, KeyError, TypeError) as error:
-            reason = f"it sent what is no message ({error}), "
+            reason = f"it sent an invalid message ({error}), "
         finally:
             started.cancel()
             slot.process = None

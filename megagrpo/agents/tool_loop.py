@@ -114,8 +114,9 @@ async def run_call(call: Any, tools: Mapping[str, Tool], endpoint: Any) -> dict[
 
 
 async def reward_of(sessions: Sequence[Session]) -> Any:
-    """Returns the sum of the sessions' scores and of their metrics by name, and the rewards of turns, which one of them
-    may give. None if none has a reward. Raises TypeError or ValueError for what is no reward, or two for turns."""
+    """Returns the sum of the sessions' scores and of their metrics by name, and the rewards of turns, which one session
+    may give. None if no session has a reward. Raises TypeError or ValueError for an invalid reward, or if two sessions
+    reward turns."""
     total: dict[str, Any] = {}
     for session in sessions:
         reward, turn_rewards = read_reward(await session.score() if session.score is not None else None)

@@ -204,7 +204,7 @@ class RewardModels:
         }
 
     def close(self) -> None:
-        """Ends the models and the servers that they started."""
+        """Ends the models and their servers."""
         judges = {name for name, model in self._recipe.reward.models.items() if model.kind == "generative"}
         end_actors([actor for name, actor in self._actors.items() if name in judges], CLOSE_SECONDS)
         for name in self._actors.keys() - judges:

@@ -118,8 +118,8 @@ def runs(args: argparse.Namespace) -> int:
 
 
 def add_track(commands: Commands) -> None:
-    group = add_group(commands, "track", "bring runs to their trackers, see docs/tracking.md")
-    text = "bring MLflow, W&B and TensorBoard what they lack of a run that has ended; a second time changes nothing"
+    group = add_group(commands, "track", "send runs to their trackers, see docs/tracking.md")
+    text = "send trackers the missing data of a run that has ended; repeating it changes nothing"
     added = add_command(group, "sync", text, track_sync)
     added.add_argument("directory", type=Path, metavar="RUN_DIRECTORY", help="such as runs/NAME")
     text = "an MLflow server in place of the recipe's: a URI such as http://HOST:5000 or sqlite:////PATH/mlflow.db"

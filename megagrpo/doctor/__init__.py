@@ -180,7 +180,7 @@ def package_findings(
     """Yields one finding for each requirement of megagrpo and of these extras, or of all."""
     version_of, extras = version_of or installed_version, purposes() if extras is None else extras
     if requirements is None and installed_version("megagrpo") is None:
-        yield Finding("megagrpo", "doubtful", "not installed, so nothing says what it requires", "pip install .")
+        yield Finding("megagrpo", "doubtful", "not installed, so its requirements are unknown", "pip install .")
         return
     for text in requirements if requirements is not None else _requirements("megagrpo"):
         requirement = Requirement(text)

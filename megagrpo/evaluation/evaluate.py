@@ -104,7 +104,7 @@ def evaluate(
         try:
             evaluated = [_evaluated(recipe, subject, output, stopping, console.say) for subject in subjects]
         except StopRequested:
-            given, fix = f"what is done is in {output}", "start the same command again: it goes on"
+            given, fix = f"responses so far are in {output}", "start the same command again: it resumes"
             raise RunStopped(Problem("told to stop", given, fix=fix)) from None
     compared = _compared(recipe, evaluated, output) if len(evaluated) == 2 else None
     if isinstance(console, JsonConsole):

@@ -352,7 +352,7 @@ def load(spec: FunctionSpec) -> Function:
         needed = f"a function that can be called by name, with parameters among {', '.join(dict.fromkeys(named))}"
         raise RewardError(Problem(where, given=f"{name}{inspect.signature(function)}: {refusal}", needed=needed))
     if not {"response", "solution_str", "responses", "tokens", *AGENT_ARGUMENTS} & {*wanted, *spec.arguments}:
-        needed = "a parameter response, responses, tokens or messages: what it scores"
+        needed = "a parameter response, responses, tokens or messages, to be scored"
         raise RewardError(Problem(where, given=f"{name}{inspect.signature(function)}", needed=needed))
     function = partial(function, **spec.arguments) if spec.arguments else function
     return Function(wanted, inspect.iscoroutinefunction(function), function)

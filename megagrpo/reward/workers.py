@@ -316,7 +316,7 @@ class WorkerPool(Executor):
             self._lose(worker, None, "its process died")
         except ValueError as error:
             reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-            garbage = f"its process sent what is no answer ({reason})"
+            garbage = f"its process sent an invalid answer ({reason})"
             self._lose(worker, Outcome(None, error=garbage), garbage)
 
     def _lose(self, worker: Worker, outcome: Outcome | None, start_reason: str) -> None:

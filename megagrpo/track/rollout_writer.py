@@ -139,7 +139,7 @@ class RolloutWriter:
         self._left_out.add((rollouts.step, rollouts.evaluation))
         if not self._said:
             self._said = True
-            self._say(f"rollouts/: {why}; samples are left out (rollouts/left_out counts the steps), the run goes on")
+            self._say(f"rollouts/: {why}; samples are left out (rollouts/left_out counts the steps), the run continues")
 
     def _work(self, texts: TokenTexts) -> None:
         while True:

@@ -65,8 +65,8 @@ class Alerts:
             Problem(
                 f"step {step}: {RULES[name].title}",
                 RULES[name].meaning,
-                "a run of which this does not hold",
-                f"{RULES[name].remedy} To go on all the same: rollout.alerts.{name}: warn",
+                "a run for which this rule does not hold",
+                f"{RULES[name].remedy} To continue anyway: rollout.alerts.{name}: warn",
             )
             for name in ends
         ]

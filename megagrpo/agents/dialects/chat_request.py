@@ -161,7 +161,7 @@ def ignored_fields(
     given = [name for name, value in body.items() if value is not None]
     for name in given:
         if name not in served and name not in decided and name not in HARMLESS:
-            raise not_served(f"{within}{name}", "this gateway does not know what it asks; leave it out")
+            raise not_served(f"{within}{name}", "this gateway does not support it; leave it out")
     return [name for name in decided if name in given]
 
 

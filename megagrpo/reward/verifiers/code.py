@@ -156,7 +156,7 @@ class CallTest:
 
 @dataclass(frozen=True, slots=True)
 class Tests:
-    """All tests of one problem, which are of one of three kinds: `tests` are those of `code` if that is given."""
+    """All tests of one problem, of one of three kinds. `tests`: the tests of `code`, if that is given."""
 
     tests: tuple[ScriptTest, ...] | tuple[CallTest, ...] | tuple[str, ...] = ()
     code: CodeTests | None = None

@@ -180,7 +180,7 @@ def _passed_on(plan: WeightPlan, via: int, bucket: Bucket) -> Bucket:
         held = _located(plan, via).around(box, piece.dtype)
         if not held:
             raise WeightPlanError(
-                Problem(label_of(plan, bucket), f"{box} is not there", "a relay that holds what it passes on")
+                Problem(label_of(plan, bucket), f"{box} is missing", "a relay that holds the bytes that it forwards")
             )
         pieces.append(replace(piece, source=held[0].part(box)))
     return replace(bucket, pieces=tuple(pieces))

@@ -94,7 +94,7 @@ TRANSPORTS: dict[TransportName, TransportKind] = {
         lambda topology: not topology.shared_devices,
         " between several processes on one GPU",
         "one process on each GPU, for NCCL",
-        "transfer: auto; engines on GPUs of their own, or on all those of the training ranks",
+        "transfer: auto; engines on GPUs of their own, or on all GPUs of the training ranks",
     ),
     # A checkpoint on a file system that both ends reach.
     TransportName.DISK: TransportKind(None),
