@@ -37,14 +37,14 @@ BUDGETS = {
     ("rollout",): 3_292,
     ("cluster",): 3_349,
     ("trainer", "evaluation"): 4_241,
-    ("recipe", "preflight", "doctor"): 5_441,
+    ("recipe", "preflight", "doctor"): 5_440,
     ("plan",): 5_057,
     ("data",): 2_694,
     ("reward",): 7_666,
     ("agents",): 4_887,
     ("track", "report"): 4_707,
     ("importing",): 2_798,
-    ("commands", "processes", ""): 2_511,
+    ("commands", "processes", ""): 2_513,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.

@@ -214,7 +214,7 @@ class Rollouts:
         """Returns a function that reads the tokens so far of each unfinished request, by its order and index. It reads
         them from the engines' nodes, at any later time, in any thread."""
         with self.changed:
-            everywhere = (*self.pool.engines.values(), self.pool.lost)
+            everywhere = (*self.pool.engines.values(), self.pool.orphaned)
             tickets = {number: ticket for running in everywhere for number, ticket in running.items()}
             requests = {number: ticket.request for number, ticket in tickets.items()}
             parts = [*self._answers.so_far.values(), *self._answers.coming]

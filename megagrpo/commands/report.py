@@ -19,7 +19,7 @@ PAGE, COMPARISON = "report.html", "comparison.html"
 
 
 def add_report(commands: Commands) -> None:
-    text = "write a run's page: its health, curves, time, samples and recipe; of several runs, each beside the others"
+    text = "write a run's page: its health, curves, time, samples and recipe; for several runs, a comparison"
     added = add_command(commands, "report", text, report)
     text = "such as runs/NAME; or where `megagrpo eval` has written"
     added.add_argument("directories", type=Path, nargs="+", metavar="RUN_DIRECTORY", help=text)

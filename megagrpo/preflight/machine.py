@@ -207,8 +207,7 @@ def address_problem(address: str, where: str) -> Problem | None:
 
 
 def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
-    """Yields problems of directories that the run cannot make or write, of an address that is no database of MLflow,
-    and of passwords in it."""
+    """Yields problems of directories that the run cannot make or write, and of the trackers' settings."""
     directories = {
         checkpoint_directory(recipe): "checkpoint.directory" if recipe.checkpoint.directory else "track.directory",
         export_directory(recipe): "track.directory",
