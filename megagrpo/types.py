@@ -61,7 +61,7 @@ class Turn:
     number: int  # from 0, in the order in which the rollout's answers were sampled
     branch: int
     tokens: int
-    reward: float | None = None  # what the agent or its environment gave for this turn
+    reward: float | None = None  # given by the agent or its environment for this turn
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,7 +252,7 @@ def shortened(value: Any) -> Any:
 async def main(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)
     os.dup2(2, 1)
-    sys.stdout = sys.stderr  # by lines: what waits in a buffer is lost when this process is ended
+    sys.stdout = sys.stderr  # by lines: text in a buffer would be lost when this process is killed
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # before engines and ranks
     with contextlib.suppress(OSError, ValueError):  # a rollout has sockets of its own

@@ -56,7 +56,7 @@ async def rollout(task: Any, endpoint: Any, *, tools: Sequence[str | Mapping[str
             calls = answer.get("tool_calls") or []
             if not calls and not choice.get("unreadable"):
                 break
-            if choice["finish_reason"] == "length":  # it was cut off: what it meant to call is not known
+            if choice["finish_reason"] == "length":  # it was cut off: the intended call is unknown
                 break
             if calls:
                 messages += await asyncio.gather(*(run_call(call, offered, endpoint) for call in calls))

@@ -167,7 +167,7 @@ def _entries(journal: IO[str], identity: str) -> list[Any]:
     entries, length = [], 0
     for number, line in enumerate(journal.read().splitlines(keepends=True)):
         text = line.partition(" ")[2].removesuffix("\n")
-        if line != _line(text, number):  # not what was written there
+        if line != _line(text, number):  # the line is damaged
             break
         entries.append(json.loads(text))
         length += len(line.encode("utf-8"))

@@ -43,7 +43,7 @@ CORNERSTONES = ("megatron-core", "sglang", "transformer-engine", "transformers",
 IN_EXTRAS = {"megatron-core": "transformer-engine"}
 """Optional requirements that megagrpo needs: a package, and the requirement of its extra."""
 PYTHON = (3, 11)
-OPEN_FILES = 65536  # what Ray's own documentation asks for on larger clusters
+OPEN_FILES = 65536  # as Ray's documentation recommends for larger clusters
 SHARED_MEMORY_BYTES = 8 << 30  # room for a few buckets of a weight sync, and Ray's objects
 DISK_BYTES = 50 << 30
 INFINIBAND = Path("/sys/class/infiniband")

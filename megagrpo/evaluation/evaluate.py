@@ -198,7 +198,7 @@ def _sample(recipe: Recipe, directory: Path, orders: Orders, log: ResponseLog, s
             with progress("sampling and scoring", len(orders), "prompts") as work:
                 while work.done < len(orders):
                     rollouts.wait(lambda: bool(complete))
-                    rollouts.serve_all()  # also those that were lost and have started again
+                    rollouts.serve_all()  # including engines that were lost and have restarted
                     batch = [complete.popleft() for _ in range(min(len(complete), PROMPTS_AT_ONCE))]
                     groups: dict[str, list[Group]] = {}
                     for order in batch:

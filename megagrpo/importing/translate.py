@@ -114,7 +114,7 @@ def translate(framework: Framework, path: Path, given: Mapping[str, Given], note
     written, answers = _Written(), dict[str, Answer]()
     defaults = {option: row.default for option, row in framework.table.items() if row.default is not ABSENT}
     options = Options(given, defaults)
-    for option in sorted(options, key=lambda one: one not in given):  # what is given decides before defaults
+    for option in sorted(options, key=lambda one: one not in given):  # given options decide before defaults
         options.read = set()
         answered = answer_of(framework, options, option)
         if option in given:

@@ -354,7 +354,7 @@ def reward_model_directories(recipe: Recipe, plan_only: bool) -> dict[str, Path]
     for name, directory in directories.items():
         try:
             for fault in _reward_model_problems(recipe, name, directory):
-                problems.append(fault)  # also those before one that is raised
+                problems.append(fault)  # also the problems found before an exception
         except ModelError as error:
             problems += error.problems
     if problems:

@@ -53,11 +53,11 @@ class Preflight(Generic[Kind]):
     model_directory: Path
     tokenizer_directory: Path
     critic_directory: Path | None = None  # None: no critic, or one that starts from the model
-    unchecked: tuple[str, ...] = ()  # what was not on this machine, or is not loaded
+    unchecked: tuple[str, ...] = ()  # parts that are not on this machine, or not loaded
     epoch_rows: int | None = None  # rows of data.train, with over-long ones; None unless a plan counts them
     reward_models: Mapping[str, Path] = field(default_factory=dict)  # directories of reward.models, by name
     agent: Mapping[str, str] = field(default_factory=dict)  # lines about the agent for a plan, by name
-    console: ConsoleMode | None = None  # what the command was told to print; None: what the recipe says
+    console: ConsoleMode | None = None  # the command's choice; None: the recipe's
 
 
 @dataclass

@@ -257,7 +257,7 @@ def function_specs(reward: RewardConfig) -> tuple[FunctionSpec, ...]:
             entry.counts == "when_others_score" or (entry.counts == "auto" and entry.function == "format")
             for entry in entries
         ]
-        if all(gated):  # then those that need no gate have none
+        if all(gated):  # none could open a gate: auto then means no gate
             gated = [entry.counts != "auto" for entry in entries]
         for index, entry in enumerate(entries):
             name = entry.name or entry.function.rpartition(":")[2]

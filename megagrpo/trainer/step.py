@@ -294,7 +294,7 @@ def train_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequ
             trained = np.flatnonzero(branch.trained)
             if not len(trained):
                 continue
-            length = int(trained[-1]) + 1  # nothing depends on what comes after
+            length = int(trained[-1]) + 1  # no trained token depends on later tokens
             rollout_logprobs = np.zeros(length, np.float32)
             rollout_logprobs[trained] = sample.logprobs[first : first + len(trained)]
             tokens, loss_mask = branch.tokens[:length].astype(np.int64), branch.trained[:length]

@@ -270,7 +270,7 @@ class Routes:
         chosen &= True if destination is None else self._reaches(destination)
         chosen &= True if via is None else segments.landing == via
         rows = np.flatnonzero(chosen)
-        if destination is not None:  # first those from sources
+        if destination is not None:  # first the transfers from sources
             rows = rows[np.argsort(segments.landing[rows] != destination, kind="stable")]
         transfers = (transfer for row in rows for transfer in self._transfers(int(row), destination))
         return tuple(transfer for transfer in transfers if via in (None, transfer.via))

@@ -251,7 +251,7 @@ def call_written(request: ResponsesRequest, one: Mapping[str, Any], identity: st
     text = json.dumps(arguments, ensure_ascii=False)
     if tool.takes_text:
         match arguments:
-            case {"input": str(given)}:  # any other arguments go to the tool, which may say what is wrong
+            case {"input": str(given)}:  # any other arguments go to the tool, which may report the fault
                 text = given
         return {"type": "custom_tool_call", "id": f"ctc_{identity}", **made, "input": text}
     return {"type": "function_call", "id": f"fc_{identity}", **made, "arguments": text}

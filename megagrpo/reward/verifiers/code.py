@@ -116,7 +116,7 @@ class Runner:
         with Program(sandbox, source, deadline=deadline) as program:
             for test in tests.tests:
                 failure = self._failure(program, test)
-                if failure and program.runs != 1:  # it may come from what an earlier test left in the process
+                if failure and program.runs != 1:  # an earlier test may have changed the process
                     program.stop()
                     failure = self._failure(program, test)
                 yield failure

@@ -187,7 +187,7 @@ def server_arguments(spec: ServerSpec) -> dict[str, Any]:
         return arguments | ({} if on_cpus else {"enable_fp32_lm_head": False})
     if not on_cpus:
         arguments["moe_runner_backend"] = "triton"
-    if spec.quantization is not None:  # into blocks, of which there are no files, beside the recipe's own changes
+    if spec.quantization is not None:  # into blocks, which no file has; the recipe's own changes stay
         changes = json.loads(options.get("json_model_override_args") or "{}")
         blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
         arguments["json_model_override_args"] = json.dumps(changes | {"quantization_config": blocks})
