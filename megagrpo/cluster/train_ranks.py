@@ -270,7 +270,7 @@ class TrainRanks:
 class Policy(TrainRanks):
     """The ranks of GRPO or PPO."""
 
-    def of_tokens(self, method: Literal["token_kl", "token_values"], lengths: np.ndarray) -> Ragged:
+    def by_token(self, method: Literal["token_kl", "token_values"], lengths: np.ndarray) -> Ragged:
         """Returns the ranks' numbers by response token: KL estimates against the reference, or the critic's estimates
         of the return from that token on, before it was chosen.
 

@@ -162,7 +162,7 @@ class Minibatch:
         """Returns an entry for each microbatch on ranks that compute logits."""
         return [response for packed in self.packed for response in packed.responses]
 
-    def own(self, values: TokenTensors) -> TokenTensors:
+    def part_of(self, values: TokenTensors) -> TokenTensors:
         """Returns the `values` of this minibatch's microbatches, out of those of the whole batch."""
         return values[self.first : self.first + len(self.responses)]
 

@@ -140,7 +140,7 @@ def schema_problems(
                 needed = f"{expected.words()} ({description})" if description else expected.words()
                 absent = kind == "missing"
                 fix = f"add `{key}:`" if absent else _fix(path, key, value, expected)
-                problems[path] = Problem(path, "nothing" if absent else shown(value), needed, fix)
+                problems[path] = Problem(path, "nothing" if absent else yaml_text(value), needed, fix)
         if len(problems) == PROBLEMS_MAX:
             return [*problems.values(), Problem(path, f"more problems than these {PROBLEMS_MAX}", "a recipe that fits")]
     return [problem for path, problem in problems.items() if not any(at.startswith(f"{path}.") for at in problems)]
@@ -168,7 +168,7 @@ def unknown_key(path: str, key: str, value: Any, section: Expected, recipe_class
     return Problem(path, given=f"the unknown key `{key}`", needed=f"one of {', '.join(keys)}", fix=fix)
 
 
-def shown(value: Any) -> str:
+def yaml_text(value: Any) -> str:
     """Returns a YAML value for an error message, with its type where it could be mistaken."""
     if value is None:
         return "null"

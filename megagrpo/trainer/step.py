@@ -190,12 +190,12 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> T
         with run.clock.phase("logprobs"):
             batches, zeros = load_batch(run, sampled.groups, rows, step), ragged_zeros(inputs.tokens)
             if algorithm.kl_in_reward:
-                kl = run.policy.of_tokens("token_kl", inputs.tokens) if batches else zeros
+                kl = run.policy.by_token("token_kl", inputs.tokens) if batches else zeros
                 inputs = replace(inputs, kl=kl, kl_coefficient=kl_coefficient)
             if algorithm.critic is not None:
                 if batches:
                     run.policy.call("compute_values")
-                values = run.policy.of_tokens("token_values", inputs.tokens) if batches else zeros
+                values = run.policy.by_token("token_values", inputs.tokens) if batches else zeros
                 inputs = replace(inputs, values=values)
         return Trained(rows, algorithm.advantage.advantages(inputs), batches, kl_coefficient)
     advantages = algorithm.credit.advantages(algorithm.advantage, inputs, turns_of(recipe, sampled.groups))

@@ -71,7 +71,7 @@ class WeightPlan:
         """Returns the transfers that a destination passes on. It receives their boxes from the source itself."""
         return self.transfers.select(via=via)
 
-    def between(self, source: int, destination: int) -> tuple[Transfer, ...]:
+    def direct(self, source: int, destination: int) -> tuple[Transfer, ...]:
         """Returns the transfers that a source itself sends to a destination."""
         return tuple(transfer for transfer in self.transfers.select(source, destination) if transfer.via is None)
 
@@ -221,7 +221,7 @@ def _relay_problems(plan: WeightPlan, destination: int) -> list[Problem]:
             continue
         ends = transfer.source, via
         if ends not in straight:
-            straight[ends] = {(leg.box, plan.bytes_of(leg)) for leg in plan.between(*ends)}
+            straight[ends] = {(leg.box, plan.bytes_of(leg)) for leg in plan.direct(*ends)}
         names = plan.destinations[destination].holder, plan.destinations[via].holder
         where = f"{transfer.box.tensor}: passed on to {names[0]} by {names[1]}"
         if places[via].node != places[destination].node or via == destination:

@@ -134,7 +134,7 @@ def copies_for(
 ) -> Copies:
     """Yields the boxes that `source` sends to the export's `index`-th file, one copy after another."""
     storages = stored_tensors(plan.sources[source], tensors)
-    for transfer in plan.between(source, index):
+    for transfer in plan.direct(source, index):
         into, origin = transfer.destination_placement, transfer.source_placement
         dtype = torch_dtype(export.files[index].storages[into.storage].dtype)
         # A copy: memory that numpy has seen cannot be given back and restored (megatron/offload.py).

@@ -84,7 +84,7 @@ TRANSPORTS: dict[TransportName, TransportKind] = {
     # Exact shards, between nodes on which training ranks share devices with engines.
     TransportName.TWO_HOPS: TransportKind(
         lambda channel, plan, peer: TwoHops(peer, len(plan.sources), channel.rendezvous.run),
-        lambda topology: None not in topology.beside,
+        lambda topology: None not in topology.local_sources,
         ", and engines away from training ranks",
         "a training rank beside every engine rank",
     ),
