@@ -24,13 +24,12 @@ from megagrpo.cluster.waiting import answer_of, end_actors, wait_for
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.processes.ports import free_port
 from megagrpo.recipe.schema import Recipe
-from megagrpo.rollout.engine import Engine, EngineNode, EngineSpec, SoFar
+from megagrpo.rollout.engine import Engine, EngineNode, EngineSpec, Server, SoFar
 from megagrpo.types import Request, Sample
 from megagrpo.weights.boxes import Manifest, Place
 
 if TYPE_CHECKING:
     from megagrpo.processes.store import StoreHost
-    from megagrpo.rollout.sglang.server import Server
 
 WATCH_SECONDS = 1.0
 END_SECONDS = 30.0

@@ -26,11 +26,10 @@ from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import ClassifierConfig, EngineLayoutConfig, Recipe
 from megagrpo.reward.executors import Served
 from megagrpo.reward.judging.client import Conversation, HttpEndpoint, Reply
-from megagrpo.rollout.engine import ServerSpec
+from megagrpo.rollout.engine import Server, ServerSpec
 
 if TYPE_CHECKING:  # torch follows prepare_process
     from megagrpo.cluster.classifier import Classifier
-    from megagrpo.rollout.sglang.server import Server
 
 RESTARTS_MAX = 10
 HEALTH_SECONDS = 60.0

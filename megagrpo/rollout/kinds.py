@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from megagrpo.plan.engine import EngineMemory
     from megagrpo.recipe.schema import Recipe
     from megagrpo.recipe.schema.rollout import RolloutConfig
-    from megagrpo.rollout.engine import Engine, EngineSpec, ServerSpec
-    from megagrpo.rollout.sglang.server import Server
+    from megagrpo.rollout.engine import Engine, EngineSpec, Server, ServerSpec
 
 
 class EngineKind:
@@ -100,7 +99,7 @@ class EngineKind:
         return memory_of_whole_model(case)
 
     def server(self, spec: ServerSpec) -> Any:
-        """Starts a server, or its process on `spec.node`. It has the methods of Server. None: this kind starts none."""
+        """Starts a Server, or its process on `spec.node`. None: this kind starts none."""
         return None
 
     def engine(self, spec: EngineSpec, server: Any) -> Engine:
