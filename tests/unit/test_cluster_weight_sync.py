@@ -182,7 +182,7 @@ def test_weights_that_have_not_changed_are_sent_only_where_an_engine_lacks_them(
     up = {**actors, "engine 0": MagicMock()} if lost else actors
     sync = WeightSync.__new__(WeightSync)
     vars(sync).update(
-        _policy=MagicMock(), _recipe=MagicMock(), _rollouts=MagicMock(up=lambda: up, serve=served.update),
+        _policy=MagicMock(), _recipe=MagicMock(), _rollouts=MagicMock(wait_for_engines=lambda: up, serve=served.update),
         _verified=actors, _bytes=8, _bring=called.append, transport=TransportName.SHARED_MEMORY, version=3,
     )  # fmt: skip
     failed = {name: EngineError(Problem(name)) for name in failing}
