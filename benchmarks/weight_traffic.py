@@ -142,9 +142,10 @@ def traffic_of(plan: WeightPlan, speeds: LinkSpeeds, bucket_bytes: int) -> Traff
     same_node, same_device = sender_node == receiver_node, sender_device == receiver_device
     kinds: dict[Link, np.ndarray] = {"device": same_device, "node": same_node & ~same_device, "network": ~same_node}
     # Those that take two hops: the first to a source, the second from there.
-    beside = np.array([-1 if source is None else source for source in topology.beside], np.int64)[flows.destination]
+    sources_of = [-1 if source is None else source for source in topology.local_sources]
+    local = np.array(sources_of, np.int64)[flows.destination]
     two_hops = ~same_node & straight if topology.two_hops else np.zeros_like(same_node)
-    landing_device = np.where(two_hops, source_device[beside], receiver_device)
+    landing_device = np.where(two_hops, source_device[local], receiver_device)
     second: dict[Link, np.ndarray] = {
         "device": two_hops & (landing_device == receiver_device),
         "node": two_hops & (landing_device != receiver_device),
@@ -167,7 +168,7 @@ def traffic_of(plan: WeightPlan, speeds: LinkSpeeds, bucket_bytes: int) -> Traff
     links = {
         link: LinkBytes(
             sent=sums(chosen & straight, flows.source, len(plan.sources)),
-            forwarded=sums(second[link], beside, len(plan.sources)),
+            forwarded=sums(second[link], local, len(plan.sources)),
             passed_on=sums(chosen & ~straight, flows.via, len(plan.destinations)),
             received=sums(chosen, flows.destination, len(plan.destinations)),
             device_out=sums(chosen, sender_device, len(devices)) + sums(second[link], landing_device, len(devices)),

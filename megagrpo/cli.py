@@ -116,7 +116,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(args, "overrides") or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:  # overrides behind a flag: argparse does not add them to those before it
+    if rest:  # overrides behind a flag: argparse does not join them with earlier ones
         args.overrides = [*args.overrides, *rest]
     if getattr(args, "gpus", None) is not None and not args.search:
         parser.error("--gpus is for --search")

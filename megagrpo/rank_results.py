@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class StepMetrics:
     """The metrics of one update over all ranks, minibatches and epochs. Means are over response tokens, or as noted."""
 
-    loss: float  # what was minimised, mean over optimizer steps
+    loss: float  # the minimised sum, mean over optimizer steps
     policy_loss: float  # its policy term, importance weights included
     kl: float | None  # estimate against the reference; None without a reference
     entropy: float | None  # None: not computed

@@ -61,7 +61,7 @@ class Turn:
     number: int  # from 0, in the order in which the rollout's answers were sampled
     branch: int
     tokens: int
-    reward: float | None = None  # what the agent or its environment gave for this turn
+    reward: float | None = None  # given by the agent or its environment for this turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Score:
     counted: tuple[float, ...] = ()  # raw score of each function in order, 0 if its gate was shut; empty if masked
     solved: bool = False  # the functions' weighted sum, before penalties and masks, reached reward.solved_at
     notes: Mapping[str, str] = field(default_factory=dict)  # texts that functions returned, as name.key
-    answer: str | None = None  # the answer, as the first function that says so has read it
+    answer: str | None = None  # the answer, as read by the first function that returns one
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ class FakePolicy:
         self.calls.append("load_batch")
         self.rows = sorted(row for b in batches for minis in b.minibatches for micro in minis for row in micro.rows)
 
-    def of_tokens(self, method: str, lengths: np.ndarray) -> Ragged:
+    def by_token(self, method: str, lengths: np.ndarray) -> Ragged:
         zeros = ragged_zeros(lengths)
         return zeros.with_values(zeros.values + self.kl) if method == "token_kl" else zeros
 

@@ -34,23 +34,23 @@ BUDGETS = {
     ("megatron",): 3_732,
     ("layout", "batching", "algorithm"): 2_758,
     ("checkpoint", "convert"): 2_248,
-    ("rollout",): 3_290,
-    ("cluster",): 3_339,
+    ("rollout",): 3_310,
+    ("cluster",): 3_348,
     ("trainer", "evaluation"): 4_241,
     ("recipe", "preflight", "doctor"): 5_439,
     ("plan",): 4_987,
     ("data",): 2_694,
     ("reward",): 7_663,
-    ("agents",): 4_886,
+    ("agents",): 4_887,
     ("track", "report"): 4_707,
     ("importing",): 2_913,
-    ("commands", "processes", ""): 2_535,
+    ("commands", "processes", ""): 2_537,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=308),
-    "tests": Limits(lines=51_552, lines_of_file=600, files=None),
+    "tests": Limits(lines=51_555, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (15, 6), "A metric's walk": (5, 3)}

@@ -58,8 +58,8 @@ def _line(option: str, prefix: str, row: Row) -> str:
     shown = "null" if row.default is None else str(row.default)
     default = "" if row.default is ABSENT else f"`{shown}`"
     field = f"`{row.fields}`" if row.fields else ""
-    said = row.said or ("" if row.to else row.same or row.missing)
-    return f"| `{option.removeprefix(f'{prefix}.')}` | {default} | {field} | {_cell(said)} |"
+    note = row.page_note or ("" if row.to else row.same or row.missing)
+    return f"| `{option.removeprefix(f'{prefix}.')}` | {default} | {field} | {_cell(note)} |"
 
 
 def _cell(text: str) -> str:

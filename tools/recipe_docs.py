@@ -222,8 +222,8 @@ def _plain(expected: Expected) -> str:
     for each in expected.alternatives:
         if get_origin(each) is Literal:
             values = list(map(str, get_args(each)))
-            said = values[0] if len(values) == 1 else f"one of {', '.join(values)}"
-            words = words.replace(_text(said), ", ".join(f"`{value}`" for value in values))
+            allowed = values[0] if len(values) == 1 else f"one of {', '.join(values)}"
+            words = words.replace(_text(allowed), ", ".join(f"`{value}`" for value in values))
     words = UNBOUNDED.sub("", words)
     words = re.sub(r"of at least (\S+) and of at most (\S+)", r"from \1 to \2", words)
     return re.sub(r"\b\d{5,}\b", lambda number: f"{int(number[0]):,}", words)

@@ -54,7 +54,7 @@ class Extension:
     answer; `sampled` says whether the policy has sampled this token, so that it is not added again."""
 
     text: str
-    first: tuple[int, ...]  # tokens of which the text's first one must be
+    first: tuple[int, ...]  # one of these must be the text's first token
     sampled: bool
 
     def tokens(self, encoded: Sequence[int]) -> list[int] | None:

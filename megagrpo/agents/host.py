@@ -219,7 +219,7 @@ class AgentHost:
                         needed = "a function that can be called with (task, endpoint) and agent.arguments"
                         raise AgentError(Problem("the agent cannot be loaded", given, needed))
         except (ValueError, KeyError, TypeError) as error:
-            reason = f"it sent what is no message ({error}), "
+            reason = f"it sent an invalid message ({error}), "
         finally:
             started.cancel()
             slot.process = None
@@ -366,7 +366,7 @@ class AgentHost:
         run = sample.agent
         refused = record.limited and any(run.counts.get(f"refused/{code}") for code in LIMIT_CODES)
         error = error or run.error
-        failed = bool(error) and not refused and not record.aborted  # what an agent raises at a limit is no failure
+        failed = bool(error) and not refused and not record.aborted  # an exception at a limit is no failure
         masked = self._agent.when_late == "mask" if late else self._agent.when_failed == "mask"
         finish: FinishReason = "length" if late or failed or record.limited or record.aborted else "stop"
         if masked and (late or failed or record.aborted):

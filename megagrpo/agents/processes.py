@@ -124,6 +124,6 @@ class AgentProcess:
 
 def environment_of_program(program: Program) -> dict[str, str]:
     names = {*ENVIRONMENT, *program.environment}
-    if program.python:  # what is this interpreter's own
+    if program.python:  # variables of this interpreter
         names -= {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX"} - {*program.environment}
     return environment_of(names)

@@ -166,12 +166,12 @@ class Runner:
 
 def load(file: str, source: str, path: Sequence[str] | None) -> ModuleType:
     """Loads the module of the file with this text. Raises what the file raises."""
-    here = str(Path(__file__).resolve().parent)
+    own_directory = str(Path(__file__).resolve().parent)
     if path is not None:
         sys.path[:] = path
     # This file's directory has modules of common names, and so have those under it.
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
-    if not file.startswith(here + os.sep):
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != own_directory]
+    if not file.startswith(own_directory + os.sep):
         sys.path.insert(0, str(Path(file).parent))  # a user's file may import its neighbours
     sys.dont_write_bytecode = True  # nothing is written beside a user's files, whoever imports them
     name = f"megagrpo_agent:{file}"
@@ -252,7 +252,7 @@ def shortened(value: Any) -> Any:
 async def main(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)
     os.dup2(2, 1)
-    sys.stdout = sys.stderr  # by lines: what waits in a buffer is lost when this process is ended
+    sys.stdout = sys.stderr  # by lines: text in a buffer would be lost when this process is killed
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # before engines and ranks
     with contextlib.suppress(OSError, ValueError):  # a rollout has sockets of its own

@@ -56,7 +56,7 @@ async def rollout(task: Any, endpoint: Any, *, tools: Sequence[str | Mapping[str
             calls = answer.get("tool_calls") or []
             if not calls and not choice.get("unreadable"):
                 break
-            if choice["finish_reason"] == "length":  # it was cut off: what it meant to call is not known
+            if choice["finish_reason"] == "length":  # it was cut off: the intended call is unknown
                 break
             if calls:
                 messages += await asyncio.gather(*(run_call(call, offered, endpoint) for call in calls))
@@ -114,8 +114,9 @@ async def run_call(call: Any, tools: Mapping[str, Tool], endpoint: Any) -> dict[
 
 
 async def reward_of(sessions: Sequence[Session]) -> Any:
-    """Returns the sum of the sessions' scores and of their metrics by name, and the rewards of turns, which one of them
-    may give. None if none has a reward. Raises TypeError or ValueError for what is no reward, or two for turns."""
+    """Returns the sum of the sessions' scores and of their metrics by name, and the rewards of turns, which one session
+    may give. None if no session has a reward. Raises TypeError or ValueError for an invalid reward, or if two sessions
+    reward turns."""
     total: dict[str, Any] = {}
     for session in sessions:
         reward, turn_rewards = read_reward(await session.score() if session.score is not None else None)

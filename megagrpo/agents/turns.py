@@ -297,7 +297,7 @@ class TurnEvent(TypedDict):
     said: Mapping[str, Any]  # the answer as the agent got it: content, reasoning_content, tool_calls
     finish: str  # of its tokens, as FinishReason
     prompt_tokens: int
-    given_tokens: int  # of prompt_tokens, those that no engine had seen in this conversation
+    given_tokens: int  # prompt tokens that no engine had seen in this conversation
     tokens: int  # sampled
     unreadable: NotRequired[bool]  # a tool call in it cannot be read
 

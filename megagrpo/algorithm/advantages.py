@@ -461,7 +461,7 @@ def discounted_sums(values: Ragged, factor: float) -> Ragged:
     sums = np.empty(len(values.values))
     ahead = np.zeros(values.rows)
     for from_end in range(1, int(lengths.max(initial=0)) + 1):
-        rows = int(np.searchsorted(-lengths, -from_end, side="right"))  # those with at least this many tokens
+        rows = int(np.searchsorted(-lengths, -from_end, side="right"))  # rows with at least this many tokens
         at = ends[:rows] - from_end
         ahead = values.values[at] + factor * ahead[:rows]
         sums[at] = ahead

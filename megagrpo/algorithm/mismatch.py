@@ -46,7 +46,7 @@ class Mismatch:
     k3: float  # mean of exp(d) - 1 - d: the same, never negative, of low variance
     reverse_k3: float  # mean of exp(d) d - (exp(d) - 1): the same for KL(train || rollout)
     ratio_mean: float  # of exp(d), the importance weights; 1 if the distributions are equal
-    effective_share: float  # (sum of weights)^2 / (tokens x sum of squares): of the tokens, those that count
+    effective_share: float  # (sum of weights)^2 / (tokens x sum of squares)
     chi2_token: float  # mean of exp(d)^2, less 1: chi^2 divergence, the variance of the weights
     chi2_sequence: float  # mean over responses of (product of exp(d))^2, less 1
     train_perplexity: float  # exp of the mean of -logprob

@@ -398,7 +398,7 @@ class Objective:
 
     loss: Tensor
     policy: PolicyLoss
-    policy_term: Tensor  # what the policy loss adds to `loss`
+    policy_term: Tensor  # the policy's part of `loss`
     kl: Tensor | None
 
 

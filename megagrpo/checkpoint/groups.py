@@ -89,12 +89,12 @@ class Pending:
     begun, in the order of their numbers; drawn prompts that have not begun."""
 
     groups: Sequence[Group]  # with the samples that are there, and scores if all are and were scored
-    numbers: Sequence[int]  # of those that have begun, dropped ones among them
+    numbers: Sequence[int]  # of groups that have begun, including dropped ones
     versions: Sequence[int]  # the newest weights when they began
     next_number: int
     cursor: Mapping[str, Any]  # the place in the data behind them
     dropped: int = 0
-    joints: Sequence[Mapping[int, Sequence[int]]] = ()  # as in Order, of those that have begun
+    joints: Sequence[Mapping[int, Sequence[int]]] = ()  # as in Order, of groups that have begun
     unfinished: Callable[[], Sequence[Sequence[Sample]]] = tuple
     """Reads, by group, its unfinished samples that have tokens. () if that is not kept."""
 

@@ -33,7 +33,7 @@ class Engines(Protocol):
 
     def hand_out(self) -> None: ...
 
-    def give_back(self, orders: Iterable[Order]) -> None: ...
+    def take_back(self, orders: Iterable[Order]) -> None: ...
 
     def fail(self, error: MegagrpoError) -> None: ...
 
@@ -120,7 +120,7 @@ class AgentTurns:
                     if not turns:
                         self._turns.pop(order, None)
                     if not turn.complete:  # the agent has gone away
-                        self._engines.give_back([turn])
+                        self._engines.take_back([turn])
                     order.continued += turn.continued
 
     async def _in_time(self, answer: asyncio.Future[Sample], order: Order, key: str) -> Sample:

@@ -24,7 +24,7 @@ ABORT_MARGIN_SECONDS = 60.0
 """After rollout.timeout_seconds an engine aborts its requests, which takes up to 30 s, and sends its samples. If it
 counted as dead earlier, a few long samples would cost all the others."""
 ANSWER_SECONDS = 5.0
-"""Time after which an engine without new samples answers. It reports the tokens so far of its requests as often."""
+"""Interval at which an engine answers even without new samples; the answer has the tokens so far of its requests."""
 SILENT_SECONDS = 300.0
 """Time limit for an engine with requests and verified weights to sample a token."""
 READ_SECONDS = 10.0
@@ -33,7 +33,7 @@ READ_SECONDS = 10.0
 SLOW_TIMES = 8.0
 """A request on a full engine may take a few times longer than on one that is nearly empty. This is more."""
 RECENT_TIMES = 3.0
-"""A speed is too old after so many times `seconds`: a report comes with a sample, so it may be late; engines rest."""
+"""A speed is outdated after this many times `seconds`: reports come with samples, so they may be late."""
 
 
 @dataclass

@@ -24,13 +24,12 @@ from megagrpo.cluster.waiting import answer_of, end_actors, wait_for
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.processes.ports import free_port
 from megagrpo.recipe.schema import Recipe
-from megagrpo.rollout.engine import Engine, EngineNode, EngineSpec, SoFar
+from megagrpo.rollout.engine import Engine, EngineNode, EngineSpec, Server, SoFar
 from megagrpo.types import Request, Sample
 from megagrpo.weights.boxes import Manifest, Place
 
 if TYPE_CHECKING:
     from megagrpo.processes.store import StoreHost
-    from megagrpo.rollout.sglang.server import Server
 
 WATCH_SECONDS = 1.0
 END_SECONDS = 30.0
@@ -160,8 +159,8 @@ def visible_gpus(of_engine: Sequence[Place], all_places: Iterable[Place]) -> tup
     others on its node. It maps memory of training ranks and engine ranks there, which send weights to it."""
     first = [place.device for place in of_engine if place.device is not None]
     nodes = {place.node for place in of_engine}
-    beside = {place.device for place in all_places if place.node in nodes and place.device is not None}
-    return (*first, *sorted(beside.difference(first), key=str)) if first else ()
+    of_its_nodes = {place.device for place in all_places if place.node in nodes and place.device is not None}
+    return (*first, *sorted(of_its_nodes.difference(first), key=str)) if first else ()
 
 
 @ray.remote(max_restarts=0, max_concurrency=2)
@@ -212,9 +211,9 @@ def _server_on_nodes(spec: EngineSpec, others: Sequence[Any]) -> Server:
     """Starts the server of an engine on several nodes, one process on each, this one first. It ends with the others."""
     from megagrpo.processes.store import StoreHost
 
-    here = ray.util.get_node_ip_address()
-    addresses = (here, *ray.get([other.address.remote() for other in others]))
-    meeting, port = StoreHost(here), free_port(here)
+    address = ray.util.get_node_ip_address()
+    addresses = (address, *ray.get([other.address.remote() for other in others]))
+    meeting, port = StoreHost(address), free_port(address)
     nodes = [EngineNode(rank, len(addresses), meeting.address, port, addresses) for rank in range(len(addresses))]
     server: Server = spec.recipe.rollout.kind.server(replace(spec, node=nodes[0]).server)
     starting = [other.start.remote(node) for other, node in zip(others, nodes[1:], strict=True)]

@@ -65,7 +65,7 @@ class RankState:
     """The state of a process."""
 
     text: str
-    blame: int  # the others wait for those with the largest; 0: it waits itself
+    blame: int  # the ranks with the largest value hold up the others; 0: it waits itself
     lines: Sequence[str] = ()
 
 

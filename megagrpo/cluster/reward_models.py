@@ -27,11 +27,10 @@ from megagrpo.recipe.schema import ClassifierConfig, EngineLayoutConfig, Recipe
 from megagrpo.reward.executors import Served
 from megagrpo.reward.judging.classifier import Conversation
 from megagrpo.reward.judging.client import HttpEndpoint, Reply
-from megagrpo.rollout.engine import ServerSpec
+from megagrpo.rollout.engine import Server, ServerSpec
 
 if TYPE_CHECKING:  # torch follows prepare_process
     from megagrpo.cluster.classifier import Classifier
-    from megagrpo.rollout.sglang.server import Server
 
 RESTARTS_MAX = 10
 HEALTH_SECONDS = 60.0
@@ -205,7 +204,7 @@ class RewardModels:
         }
 
     def close(self) -> None:
-        """Ends the models and the servers that they started."""
+        """Ends the models and their servers."""
         judges = {name for name, model in self._recipe.reward.models.items() if model.kind == "generative"}
         end_actors([actor for name, actor in self._actors.items() if name in judges], CLOSE_SECONDS)
         for name in self._actors.keys() - judges:

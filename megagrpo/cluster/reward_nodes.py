@@ -28,8 +28,8 @@ END_SECONDS = 10.0
 
 def reward_pool(runtime: Runtime, specs: Specs, reward: RewardConfig) -> Executor:
     """Returns an executor of reward.workers processes on the nodes of the run, the driver's node first."""
-    here = ray.get_runtime_context().get_node_id()
-    others = sorted({str(place.node) for place in runtime.places} - {here})
+    driver_node = ray.get_runtime_context().get_node_id()
+    others = sorted({str(place.node) for place in runtime.places} - {driver_node})
     counts = workers_of_nodes(reward.workers, 1 + len(others))
     if len(counts) < 2:
         return WorkerPool.of(specs, reward)
@@ -118,9 +118,9 @@ class RewardNodes(Executor):
                     raise CancelledError
         except BaseException as error:  # noqa: BLE001
             self._end_there()  # their outcomes are not needed
-            here = {future for node, part in running.values() if not node for future in futures[part]}
-            fail((future for future in futures if future not in here), error)
-            for future in here:
+            on_driver = {future for node, part in running.values() if not node for future in futures[part]}
+            fail((future for future in futures if future not in on_driver), error)
+            for future in on_driver:
                 future.cancel()
 
     def _answered(self, answer: Future[list[list[Outcome]]], node: str, futures: Sequence[Outcomes]) -> bool:

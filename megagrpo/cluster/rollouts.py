@@ -41,11 +41,11 @@ class Rollouts:
         self.engines, self._runtime, self._recipe = engines, engines.runtime, engines.recipe
         recipe = self._recipe
         self.bring_back: Callable[[], None] | None = None
-        """Gives engines the weights that the others have. Set by the weight sync."""
+        """Gives weights to an engine that has restarted, when none is left. Set by the weight sync or an evaluation."""
         self.say: Callable[[str], None] = lambda line: None
-        """Takes a line of text for the user. Set by the weight sync."""
+        """Prints a line for the user. Set together with `bring_back`."""
         self.changed = threading.Condition()
-        """Notified when an order is complete. Guards all that follows."""
+        """Guards all fields below. Notified when an order is complete, or an engine is lost or has restarted."""
         streams, at_once = recipe.rollout.kind.streams, recipe.rollout.requests_at_once
         self.pool = Pool(at_once if streams else None, continues=not recipe.one_version)
         self._answers = EngineAnswers(recipe.rollout.timeout_seconds)
@@ -55,12 +55,16 @@ class Rollouts:
         """Engines that wait for weights."""
         self._retry_at: dict[str, float] = {}
         """Time at which an engine that could not start is retried."""
-        self._waited = 0.0
-        """Seconds of waits for an engine since one last sampled."""
-        self._awaited = False
-        """True while a weight sync waits for engines to start."""
-        self._idle, self._seconds, self._counted = 0.0, 0.0, 0.0
-        """Seconds times the share of idle slots; all seconds; time of the last count. 0: no engine has served."""
+        self._seconds_without_engine = 0.0
+        """Seconds that `wait_for_engines` has waited since an engine last sampled."""
+        self._waiting_for_engines = False
+        """True inside `wait_for_engines`."""
+        self._idle_seconds = 0.0
+        """Sum of seconds times the share of idle slots, since `idle` was last called."""
+        self._seconds = 0.0
+        """All seconds since then."""
+        self._counted_at = 0.0
+        """Time up to which both are counted; 0 before an engine has served."""
         self._failure: MegagrpoError | OSError | None = None
         self._closed = False
         self._agents: AgentTurns | None = None
@@ -83,14 +87,14 @@ class Rollouts:
         """Returns the number of engines that sample."""
         return len(self.pool.engines)
 
-    def up(self) -> dict[str, Any]:
-        """Waits for an engine that can get weights; returns the actors of all such engines, by name. Meanwhile it
-        retries those that could not start. On GPUs that training shares, an engine starts only while this waits for it.
+    def wait_for_engines(self) -> dict[str, Any]:
+        """Waits until an engine can get weights; returns the actors of all such engines, by name. Meanwhile it retries
+        engines that could not start. On GPUs that training shares, lost engines start only during this call.
 
         Raises EngineError if there is none for rollout.no_engine_timeout_seconds, and what the run's watch raises.
         """
         with self.changed:
-            self._awaited = True
+            self._waiting_for_engines = True
         try:
             while True:
                 began = time.monotonic()
@@ -107,9 +111,10 @@ class Rollouts:
                     self._require_patience()
                     self.changed.wait(SLICE_SECONDS)
                 self._runtime.watch.check()
-                self._waited += time.monotonic() - began if self.lost and not self.serving else 0.0
+                if self.lost and not self.serving:
+                    self._seconds_without_engine += time.monotonic() - began
         finally:
-            self._awaited = False
+            self._waiting_for_engines = False
 
     def serve(self, engines: Mapping[str, Any]) -> None:
         """Hands requests to these actors' engines, which have the newest weights, unless they were lost meanwhile."""
@@ -120,15 +125,15 @@ class Rollouts:
                     continue
                 self._started.discard(engine)
                 self.pool.join(engine)
-                self._waited = 0.0
+                self._seconds_without_engine = 0.0
                 if self.lost.pop(engine, None):
                     self.say(f"{engine} samples again, with verified weights ({self._left()})")
                 self._answers.ask(engine, actor)
             self.hand_out()
 
     def serve_all(self) -> None:
-        """Lets all started engines sample from the weights that they have. Waits for the first. Raises as `up` does."""
-        self.serve(self.up())
+        """Lets all started engines sample from the weights that they have. Waits and raises as `wait_for_engines`."""
+        self.serve(self.wait_for_engines())
 
     def lose(self, engine: str, actor: Any, error: MegagrpoError, *, failed: bool = True) -> None:
         """Restarts this actor's engine, which has failed or is slow. It gets no requests meanwhile."""
@@ -155,7 +160,7 @@ class Rollouts:
             self.changed.notify_all()
 
     def give_up(self) -> None:
-        """Ends all engines, even those that are busy. They cannot be used afterwards."""
+        """Kills all engines, even busy ones, without the time that `close` gives them. None can be used afterwards."""
         self._stop_collecting()
         self.engines.give_up()
 
@@ -196,10 +201,11 @@ class Rollouts:
         return bool(up)
 
     def order(self, prompt: Prompt, step: int, on_complete: Callable[[Order], None] = lambda order: None) -> Order:
-        """Returns an order of a prompt's training rollouts, with the seeds of a step; to be added."""
+        """Returns an order of a prompt's training rollouts, with the seeds of a step. `add` starts it."""
         return Order(training_requests(self._recipe, prompt, step), on_complete, prompt)
 
     def add(self, orders: Sequence[Order], *, first: bool = False) -> None:
+        """Queues orders, or resumes withdrawn ones. first: before all that wait."""
         with self.changed:
             (self._agents or self.pool).add(orders, first=first)
             self.hand_out()
@@ -208,7 +214,7 @@ class Rollouts:
         """Returns a function that reads the tokens so far of each unfinished request, by its order and index. It reads
         them from the engines' nodes, at any later time, in any thread."""
         with self.changed:
-            everywhere = (*self.pool.engines.values(), self.pool.lost)
+            everywhere = (*self.pool.engines.values(), self.pool.orphaned)
             tickets = {number: ticket for running in everywhere for number, ticket in running.items()}
             requests = {number: ticket.request for number, ticket in tickets.items()}
             parts = [*self._answers.so_far.values(), *self._answers.coming]
@@ -220,15 +226,16 @@ class Rollouts:
         return read
 
     def drop(self, orders: Sequence[Order]) -> None:
-        """Cancels orders, which are not added again."""
+        """Cancels orders for good; their samples are lost."""
         with self.changed:
-            self.give_back(self._agents.drop(orders) if self._agents else orders)
+            self.take_back(self._agents.drop(orders) if self._agents else orders)
 
     def withdraw(self, orders: Sequence[Order]) -> None:
-        """Takes orders back, with the tokens sampled so far; agents wait. Raises as `wait` does."""
+        """Takes orders back, with the tokens sampled so far, until they are added again; agents wait meanwhile. Raises
+        as `wait` does."""
         with self.changed:
             requests = self._agents.hold(orders) if self._agents else orders
-            self.give_back(requests)
+            self.take_back(requests)
         self.wait(lambda: not self.pool.running(requests))
 
     def wait(self, until: Callable[[], bool]) -> None:
@@ -249,7 +256,7 @@ class Rollouts:
             self._runtime.watch.check()
 
     def hold(self, engines: Iterable[str]) -> None:
-        """Holds these engines for new weights: they get no requests until they `serve` with them."""
+        """Gives these engines no further requests until `serve`, which is called once they have new weights."""
         with self.changed:
             if self.pool.engines:
                 self._count_idle()
@@ -264,15 +271,15 @@ class Rollouts:
         """Returns, since the last call: idle seconds of a slot, mean over all engines' slots; all seconds."""
         with self.changed:
             self._count_idle()
-            counted = self._idle, self._seconds
-            self._idle = self._seconds = 0.0
-        return counted
+            idle, seconds = self._idle_seconds, self._seconds
+            self._idle_seconds = self._seconds = 0.0
+        return idle, seconds
 
     def agents_restarted(self) -> int:
         """Returns the number of agent processes that were restarted since the last call."""
-        counted = self._agents.host.restarts if self._agents else 0
-        since, self._restarts_counted = counted - self._restarts_counted, counted
-        return since
+        restarts = self._agents.host.restarts if self._agents else 0
+        new, self._restarts_counted = restarts - self._restarts_counted, restarts
+        return new
 
     def close(self) -> None:
         """Ends the engines and the servers that they started: in up to 30 s, or 5 s for engines that still start."""
@@ -281,20 +288,18 @@ class Rollouts:
         self._stop_collecting()
         self.engines.close()
 
-    def _groups(self, prompts: Sequence[Prompt], requests: Sequence[list[Request]]) -> list[Group]:
-        """Generates responses to these requests of each prompt, waits for all, and returns the prompts' groups."""
-        orders = [Order(of_prompt, prompt=prompt) for prompt, of_prompt in zip(prompts, requests, strict=True)]
-        self.add(orders, first=True)  # a step waits for them, and for an evaluation: not for what is in the background
-        with ExitStack() as undoing, progress("generating", sum(map(len, requests)), "responses") as work:
-            undoing.callback(self.drop, orders)
+    # --- called by agents' turns too (agent_turns.py) -----------------------------------------------------------------
 
-            def all_there() -> bool:
-                work.done = sum(len(order.samples) for order in orders)
-                return work.done == work.total
+    def hand_out(self) -> None:
+        """Hands requests that wait to engines with free slots. The caller holds `changed`."""
+        self._count_idle()
+        for engine, requests in self.pool.hand_out().items():
+            self._answers.hand(self.engines.by_name[engine], requests)
 
-            self.wait(all_there)
-            undoing.pop_all()
-        return [order.group() for order in orders]
+    def take_back(self, orders: Iterable[Order]) -> None:
+        """Takes the requests of these orders back from the engines. The caller holds `changed`."""
+        for engine, tickets in self.pool.withdraw(orders).items():
+            self.engines.by_name[engine].give_back.remote(tickets)
 
     def fail(self, error: MegagrpoError) -> None:
         """Ends all waits for samples with this error."""
@@ -302,10 +307,22 @@ class Rollouts:
             self._failure = error
             self.changed.notify_all()
 
-    def give_back(self, orders: Iterable[Order]) -> None:
-        """Takes the requests of these orders back from the engines. The caller holds `changed`."""
-        for engine, tickets in self.pool.withdraw(orders).items():
-            self.engines.by_name[engine].give_back.remote(tickets)
+    # --- orders of a step or an evaluation ----------------------------------------------------------------------------
+
+    def _groups(self, prompts: Sequence[Prompt], requests: Sequence[list[Request]]) -> list[Group]:
+        """Generates responses to these requests of each prompt, waits for all, and returns the prompts' groups."""
+        orders = [Order(of_prompt, prompt=prompt) for prompt, of_prompt in zip(prompts, requests, strict=True)]
+        self.add(orders, first=True)  # the caller waits for them, but not for requests of background sampling
+        with ExitStack() as undoing, progress("generating", sum(map(len, requests)), "responses") as work:
+            undoing.callback(self.drop, orders)
+
+            def all_complete() -> bool:
+                work.done = sum(len(order.samples) for order in orders)
+                return work.done == work.total
+
+            self.wait(all_complete)
+            undoing.pop_all()
+        return [order.group() for order in orders]
 
     # --- the thread that collects -------------------------------------------------------------------------------------
 
@@ -364,19 +381,13 @@ class Rollouts:
 
     def _count_idle(self) -> None:
         now = time.monotonic()
-        seconds, self._counted = now - (self._counted or now), now
-        self._idle += seconds * self.pool.idle_share(held_sample=self._recipe.pause == "finish")
+        seconds, self._counted_at = now - (self._counted_at or now), now
+        self._idle_seconds += seconds * self.pool.idle_share(held_sample=self._recipe.pause == "finish")
         self._seconds += seconds
-
-    def hand_out(self) -> None:
-        """Hands requests that wait to engines with free slots. The caller holds `changed`."""
-        self._count_idle()
-        for engine, requests in self.pool.hand_out().items():
-            self._answers.hand(self.engines.by_name[engine], requests)
 
     def _look_at_restarts(self) -> None:
         """Advances the restarts: an engine that has restarted waits for weights."""
-        may_start = self._awaited or not self._runtime.shares_gpus
+        may_start = self._waiting_for_engines or not self._runtime.shares_gpus
         for engine, error in self.engines.look(may_start=may_start).items():
             if error is None:
                 self._started.add(engine)
@@ -429,7 +440,7 @@ class Rollouts:
     def _require_patience(self) -> None:
         """Raises EngineError, with the reason of each loss, if the run has waited too long for a sampling engine."""
         limit = self._recipe.rollout.no_engine_timeout_seconds
-        if self._waited > limit:
+        if self._seconds_without_engine > limit:
             given, needed = f"none for {limit:g} s", "one that starts and gets verified weights"
             fix = "look at the engines' logs for the first error; rollout.no_engine_timeout_seconds is the longest wait"
             problems = [problem for error in self.lost.values() for problem in error.problems]

@@ -56,7 +56,7 @@ class TrainRanks:
         self._away: set[str] = set()
         layout = recipe.train.layout.parallel()
         self._data_rank = {f"train rank {at.rank}": at.data for at in rank_grid(layout)}
-        # One rank of those of the last stage that hold the same tokens.
+        # One of the last stage's ranks that hold the same tokens.
         last = [at for at in rank_grid(layout) if at.pipeline == layout.pipeline - 1 and at.tensor == 0]
         self._answering = [f"train rank {at.rank}" for at in last]
         self.places = runtime.places_of(runtime.devices.bundle_of_rank)
@@ -270,7 +270,7 @@ class TrainRanks:
 class Policy(TrainRanks):
     """The ranks of GRPO or PPO."""
 
-    def of_tokens(self, method: Literal["token_kl", "token_values"], lengths: np.ndarray) -> Ragged:
+    def by_token(self, method: Literal["token_kl", "token_values"], lengths: np.ndarray) -> Ragged:
         """Returns the ranks' numbers by response token: KL estimates against the reference, or the critic's estimates
         of the return from that token on, before it was chosen.
 

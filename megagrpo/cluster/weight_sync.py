@@ -147,7 +147,7 @@ class WeightSync:
     def _keep(self, version: int) -> bool:
         """Makes the engines call the weights that they hold `version`. Returns False if not all can, as after a
         restart, or where their memory was given to training."""
-        engines = self._rollouts.up()
+        engines = self._rollouts.wait_for_engines()
         if engines != self._verified:
             return False
         self._rollouts.hold(engines)
@@ -168,7 +168,7 @@ class WeightSync:
 
     def _bring_those_up(self, version: int) -> list[Problem]:
         """Brings the engines that are up to `version`; restarts those that fail. Returns the reasons if all fail."""
-        engines, reasons = self._connect(self._rollouts.up())
+        engines, reasons = self._connect(self._rollouts.wait_for_engines())
         retried: set[str] = set()
         brought, without_blame = False, 0
         while engines:

@@ -85,7 +85,9 @@ def verify(args: argparse.Namespace) -> int:
 def add_import(commands: Commands) -> None:
     text = "make a recipe from a configuration of another framework, and list what has no counterpart; runs nothing"
     added = add_command(commands, "import", text, import_)
-    added.add_argument("framework", choices=("verl", "open_instruct", "slime", "trl"), help="what it is for")
+    added.add_argument(
+        "framework", choices=("verl", "open_instruct", "slime", "trl"), help="framework of the configuration"
+    )
     text = (
         "a shell script that starts training, or a YAML file (verl, trl), or a Python file with GRPOConfig(...) (trl)"
     )

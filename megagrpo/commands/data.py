@@ -16,7 +16,7 @@ PROBLEMS_SHOWN = 20
 
 
 def add_data(commands: Commands) -> None:
-    looks = add_group(commands, "data", "look at prompts, and check them before they cost anything")
+    looks = add_group(commands, "data", "show prompts, and check them before a run")
     text = "print rows as the model will see them, with token counts and a histogram of lengths"
     show = add_command(looks, "show", text, data_show)
     show.add_argument("file", metavar="FILE", help="a file, folder, pattern or URL, or an entry of the recipe")
@@ -100,7 +100,7 @@ def add_prepare(commands: Commands) -> None:
     jsonl.add_argument("--prompt-column", default="prompt", metavar="NAME", help="default: prompt")
     jsonl.add_argument("--answer-column", default="answer", metavar="NAME", help="default: answer")
     jsonl.add_argument(
-        "--data-source", metavar="NAME", help="what rewards receive as data_source; default: the file's name"
+        "--data-source", metavar="NAME", help="data_source of the rows, which rewards receive; default: the file's name"
     )
     jsonl.add_argument("--instruction", default="", metavar="TEXT", help="appended to every question")
     jsonl.add_argument("--system-prompt", default="", metavar="TEXT", help="system message of every prompt")

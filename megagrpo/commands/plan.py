@@ -27,7 +27,7 @@ def add_plan(commands: Commands) -> None:
         "--assume", action="append", default=[], metavar="NAME=VALUE", help="such as response_tokens=2000; repeatable"
     )
     planner.add_argument(
-        "--calibrate", type=Path, metavar="RUN_DIRECTORY", help="take assumptions from what a run measured"
+        "--calibrate", type=Path, metavar="RUN_DIRECTORY", help="take assumptions from a run's measurements"
     )
 
 
@@ -79,7 +79,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def add_doctor(commands: Commands) -> None:
-    text = "check packages, GPUs, network and limits of this machine; each fault comes with a remedy, and exits with 1"
+    text = "check packages, GPUs, network and limits of this machine; prints remedies; exits with 1 if there is a fault"
     clean = "remove what killed runs of this user left in /dev/shm, instead"
     add_command(commands, "doctor", text, doctor).add_argument("--clean", action="store_true", help=clean)
 

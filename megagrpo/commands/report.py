@@ -19,7 +19,7 @@ PAGE, COMPARISON = "report.html", "comparison.html"
 
 
 def add_report(commands: Commands) -> None:
-    text = "write a run's page: its health, curves, time, samples and recipe; of several runs, each beside the others"
+    text = "write a run's page: its health, curves, time, samples and recipe; for several runs, a comparison"
     added = add_command(commands, "report", text, report)
     text = "such as runs/NAME; or where `megagrpo eval` has written"
     added.add_argument("directories", type=Path, nargs="+", metavar="RUN_DIRECTORY", help=text)
@@ -118,8 +118,8 @@ def runs(args: argparse.Namespace) -> int:
 
 
 def add_track(commands: Commands) -> None:
-    group = add_group(commands, "track", "bring runs to their trackers, see docs/tracking.md")
-    text = "bring MLflow, W&B and TensorBoard what they lack of a run that has ended; a second time changes nothing"
+    group = add_group(commands, "track", "send runs to their trackers, see docs/tracking.md")
+    text = "send trackers the missing data of a run that has ended; repeating it changes nothing"
     added = add_command(group, "sync", text, track_sync)
     added.add_argument("directory", type=Path, metavar="RUN_DIRECTORY", help="such as runs/NAME")
     text = "an MLflow server in place of the recipe's: a URI such as http://HOST:5000 or sqlite:////PATH/mlflow.db"

@@ -47,7 +47,7 @@ def add_train(commands: Commands) -> None:
     text = "a model (two to compare): directory, hub id, run, checkpoint or URL of a server; then KEY=VALUE overrides"
     added.add_argument("models", nargs="+", metavar="MODEL", help=text)
     added.add_argument("--recipe", type=Path, required=True, metavar="RECIPE", help="YAML file, see docs/recipes.md")
-    text = "for responses and results; what is in it already is kept; default: eval in the run's directory"
+    text = "for responses and results; existing files are kept; default: eval in the run's directory"
     added.add_argument("--output", type=Path, metavar="DIR", help=text)
     text = "environment variable with the API key of a server"
     added.add_argument("--api-key-variable", metavar="NAME", help=text)
@@ -62,7 +62,7 @@ def add_train(commands: Commands) -> None:
         type=whole_number(1, 10**9),
         required=True,
         metavar="K",
-        help="one of those that checkpoint.keep_batches kept",
+        help="a step whose batch checkpoint.keep_batches has kept",
     )
     add_overrides(added)
 

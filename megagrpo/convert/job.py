@@ -33,11 +33,11 @@ FORMAT = 3
 MARK = "converted.json"
 PIECE_BYTES = 8 * 1024**2
 """Bytes that are read, cast and written at once."""
-CONTINUES = "what is done is kept: the same command again continues from there"
+CONTINUES = "finished parts are kept: the same command resumes there"
 
 Part = TypeVar("Part", Tensor, Chunk)
 Advance = Callable[[int], None]
-"""Adds so many bytes to those that are done."""
+"""Adds a number of bytes to the finished ones."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _entries(journal: IO[str], identity: str) -> list[Any]:
     entries, length = [], 0
     for number, line in enumerate(journal.read().splitlines(keepends=True)):
         text = line.partition(" ")[2].removesuffix("\n")
-        if line != _line(text, number):  # not what was written there
+        if line != _line(text, number):  # the line is damaged
             break
         entries.append(json.loads(text))
         length += len(line.encode("utf-8"))

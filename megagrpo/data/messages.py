@@ -38,7 +38,7 @@ EARLIER_CHANGES = (
 PROMPT_DIFFERS = (  # R1's prompts end in <think>
     "the generation prompt (add_generation_prompt) is not how the chat template writes this message",
     "as the assistant is prompted for it",
-    "put what it adds into the assistant's content, or choose a template, or arguments of it, with which it adds "
+    "put the added text into the assistant's content, or choose a template or template arguments that add "
     "nothing (model.chat_template, data.chat_template_arguments)",
 )
 

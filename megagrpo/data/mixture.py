@@ -256,7 +256,7 @@ def take(available: int, amount: Amount, *, path: str | Path, key: tuple[int, ..
         return np.arange(available)
     if isinstance(amount, float) and amount > REPEATED_MAX:
         given, needed = f"a weight that repeats each row {amount:,.0f} times", f"at most {REPEATED_MAX:,.0f} times"
-        fix = "lower this weight, or raise those of larger entries"
+        fix = "lower this weight, or raise the weights of larger entries"
         raise DataError(Problem(f"{path}: too few rows for its weight", given, needed, fix))
     count = taken_count(available, amount)
     if isinstance(amount, int) and amount > available:

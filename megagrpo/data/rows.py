@@ -192,8 +192,8 @@ def prompt_schema(mapping: ColumnsConfig | None = None) -> SchemaOf[Row]:
                 columns_of = parts | {"ground_truth": "ground_truth"}
             taken = ["extra_info", *_listed("ability" if given.ability is None else given.ability)]
             for part in KNOWN_COLUMNS:
-                own = getattr(given, part)
-                taken += _names(columns_of[part], []) if own is None else _listed(own)
+                named = getattr(given, part)
+                taken += _names(columns_of[part], []) if named is None else _listed(named)
             return _row(record, number, where, columns_of, taken)
 
         return RowSchema(tuple(dict.fromkeys(names)), partial(_column_remedy, parts), row)

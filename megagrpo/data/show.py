@@ -124,7 +124,7 @@ def _short(text: str, most: int) -> str:
 def entry_of(name: str, entries: Sequence[DataFileConfig]) -> DataFileConfig:
     """Returns the recipe's entry of this path or task, with its columns; a plain one if the recipe has none.
 
-    A path that is written differently, or that stands for some of the files of an entry, has that entry's columns.
+    A path that is spelled differently, or is one of several files of an entry, has that entry's columns.
     """
     for entry in entries:
         if name in (entry.path, entry.reasoning_gym):

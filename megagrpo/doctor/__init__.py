@@ -43,7 +43,7 @@ CORNERSTONES = ("megatron-core", "sglang", "transformer-engine", "transformers",
 IN_EXTRAS = {"megatron-core": "transformer-engine"}
 """Optional requirements that megagrpo needs: a package, and the requirement of its extra."""
 PYTHON = (3, 11)
-OPEN_FILES = 65536  # what Ray's own documentation asks for on larger clusters
+OPEN_FILES = 65536  # as Ray's documentation recommends for larger clusters
 SHARED_MEMORY_BYTES = 8 << 30  # room for a few buckets of a weight sync, and Ray's objects
 DISK_BYTES = 50 << 30
 INFINIBAND = Path("/sys/class/infiniband")
@@ -180,7 +180,7 @@ def package_findings(
     """Yields one finding for each requirement of megagrpo and of these extras, or of all."""
     version_of, extras = version_of or installed_version, purposes() if extras is None else extras
     if requirements is None and installed_version("megagrpo") is None:
-        yield Finding("megagrpo", "doubtful", "not installed, so nothing says what it requires", "pip install .")
+        yield Finding("megagrpo", "doubtful", "not installed, so its requirements are unknown", "pip install .")
         return
     for text in requirements if requirements is not None else _requirements("megagrpo"):
         requirement = Requirement(text)
@@ -263,11 +263,11 @@ def _required(requirement: Requirement, version: str | None, extra: str | None) 
 
 def missing_to_compile() -> list[str]:
     """Returns the parts that torch needs to compile a function in C++ and this machine lacks."""
-    beside = os.pathsep.join(filter(None, (os.environ.get("PATH"), str(Path(sys.executable).parent))))
+    search_path = os.pathsep.join(filter(None, (os.environ.get("PATH"), str(Path(sys.executable).parent))))
     compiler, headers = os.environ.get("CXX", "c++").split()[0], Path(sysconfig.get_path("include"), "Python.h")
     needed = {
         f"{compiler} (apt-get install g++)": shutil.which(compiler) is not None,
-        "ninja (pip install ninja)": shutil.which("ninja", path=beside) is not None,
+        "ninja (pip install ninja)": shutil.which("ninja", path=search_path) is not None,
         f"{headers} (apt-get install python{sys.version_info[0]}.{sys.version_info[1]}-dev)": headers.is_file(),
     }
     return [name for name, is_here in needed.items() if not is_here]
@@ -325,11 +325,11 @@ def gpu_findings() -> Iterator[Finding]:
         yield judged("peer access", not apart, reach)
 
 
-def layers_finding(card: Capability, here: Installed) -> Finding:
+def layers_finding(card: Capability, installed: Installed) -> Finding:
     """Reports the layers that train.layer_spec: auto takes for heads of 128 elements, as most models have."""
-    layers = layers_on(card, here, Attention(key_dim=128, value_dim=128, half=True))
+    layers = layers_on(card, installed, Attention(key_dim=128, value_dim=128, half=True))
     part, text = f"layers on sm{card[0]}{card[1]}", f"{layers.spec}, attention by {layers.kernel}"
-    slow = layers.spec == "local" and here.transformer_engine
+    slow = layers.spec == "local" and installed.transformer_engine
     return Finding(part, "doubtful", text, layers.why) if slow else Finding(part, "ok", text)
 
 

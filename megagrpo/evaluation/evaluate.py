@@ -104,7 +104,7 @@ def evaluate(
         try:
             evaluated = [_evaluated(recipe, subject, output, stopping, console.say) for subject in subjects]
         except StopRequested:
-            given, fix = f"what is done is in {output}", "start the same command again: it goes on"
+            given, fix = f"responses so far are in {output}", "start the same command again: it resumes"
             raise RunStopped(Problem("told to stop", given, fix=fix)) from None
     compared = _compared(recipe, evaluated, output) if len(evaluated) == 2 else None
     if isinstance(console, JsonConsole):
@@ -198,7 +198,7 @@ def _sample(recipe: Recipe, directory: Path, orders: Orders, log: ResponseLog, s
             with progress("sampling and scoring", len(orders), "prompts") as work:
                 while work.done < len(orders):
                     rollouts.wait(lambda: bool(complete))
-                    rollouts.serve_all()  # also those that were lost and have started again
+                    rollouts.serve_all()  # including engines that were lost and have restarted
                     batch = [complete.popleft() for _ in range(min(len(complete), PROMPTS_AT_ONCE))]
                     groups: dict[str, list[Group]] = {}
                     for order in batch:

@@ -102,7 +102,7 @@ def mask(value: Any, options: Options) -> Answer:
         return Nothing("nothing is masked")
     level = {"level": "sequence", "over": "mean"} if options.true("rho_mask_sequence_level") else {"level": "token"}
     bounds = ({"low": low} if low else {}) | ({"high": high} if high else {})
-    note = "what is left out is not in the loss's denominators here; there it counts as 0"
+    note = "omitted responses are not in the loss's denominators here; there they count as 0"
     return Write({"algorithm.correction.reject": [{**level, "statistic": "ratio", **bounds}]}, note)
 
 
@@ -128,7 +128,7 @@ def warmup_share(value: Any, options: Options) -> Answer:
 
 def offload(value: Any, options: Options) -> Answer:
     if not colocated(options):
-        return Missing("with engines elsewhere, ranks keep what they need: more data ranks share the optimizer")
+        return Missing("with engines on other devices ranks offload nothing: more data ranks share the optimizer")
     return Write({"train.offload": ["optimizer"]})
 
 

@@ -102,7 +102,7 @@ def recipe_text(translation: Translation, problems: Sequence[Problem]) -> str:
     lines += _comment("Read this first:", translation.notes)
     lines += _mapping(tree_of({field.path: field for field in translation.fields}), 0)
     for kind in ("missing", "unknown"):
-        listed = [f"{shown(one)}: {one.why}" for one in translation.of_kind(kind)]
+        listed = [f"{option_text(one)}: {one.why}" for one in translation.of_kind(kind)]
         lines += ["", *_comment(f"{TITLES[kind]}:", listed)[1:]] if listed else []
     return "\n".join(lines).rstrip("\n") + "\n"
 
@@ -125,7 +125,7 @@ def _origin(path: str, translation: Translation) -> str:
 
     sources = [field.source for field in translation.fields if among(field.path) or field.path.startswith(f"{path}.")]
     unknown = translation.of_kind("missing", "unknown")
-    rows = [(shown(one), translation.framework.row(one.option)) for one in unknown]
+    rows = [(option_text(one), translation.framework.row(one.option)) for one in unknown]
     sources = sources or [name for name, row in rows if row and among(row.fields)]
     return f", from {', '.join(dict.fromkeys(sources))}" if sources else ""
 
@@ -143,7 +143,7 @@ def report(translation: Translation) -> str:
         if of_kind:
             lines += ["", f"{TITLES[kind]}:"]
         for one in of_kind:
-            text = f"{path.name}:{one.line} {shown(one)}: {one.why}"
+            text = f"{path.name}:{one.line} {option_text(one)}: {one.why}"
             lines.append(
                 textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
             )
@@ -153,7 +153,7 @@ def report(translation: Translation) -> str:
     return "\n".join(lines)
 
 
-def shown(outcome: Outcome) -> str:
+def option_text(outcome: Outcome) -> str:
     """Returns OPTION=VALUE, without values of apparent secrets; of an array from another file, the name alone."""
     if UNKNOWN in outcome.option:
         return outcome.option.replace(UNKNOWN, "")

@@ -46,7 +46,7 @@ Nothing, Missing, Unknown = partial(Unwritten, "same"), partial(Unwritten, "miss
 
 @dataclass(frozen=True)
 class Together:
-    """The answer for an option that is part of what other options write: those that read it."""
+    """The answer for an option that other options read: the fields that they write include it."""
 
 
 Answer = Write | Unwritten | Together
@@ -79,11 +79,11 @@ class Condition:
 
 @dataclass(frozen=True)
 class Row:
-    """One option, in one of FORMS. Beside the keys of a form any row has `default` and `said`."""
+    """One option, in one of FORMS. Beside the keys of a form any row has `default` and `page_note`."""
 
     default: Any = ABSENT
     """The framework's default, for an option that is not given."""
-    said: str = ""
+    page_note: str = ""
     """The difference, for pages."""
     to: str = ""
     """The recipe's field that is written, by its dotted path; `*` in it stands for the option's last name."""
@@ -210,7 +210,7 @@ def _wrong(tree: Any, functions: Mapping[str, Any], conditions: Mapping[str, Con
     for key, known in {"type": TYPES, "answer": functions, "when": conditions}.items():
         if key in tree and tree[key] not in known:
             return f"{key}: {tree[key]}, which is none of {', '.join(known)}"
-    keys = tree.keys() - {"default", "said"}
+    keys = tree.keys() - {"default", "page_note"}
     formed = any(needed <= keys <= needed | more for needed, more in FORMS)
     return "" if formed else f"{', '.join(tree)} together"
 

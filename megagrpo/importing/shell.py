@@ -41,8 +41,8 @@ SUCCEEDING = (":", "true", "cd", "echo", "export", "mkdir", "printf", "popd", "p
 def read_script(
     text: str, variables: Mapping[str, str], fixed: Mapping[str, str], *, exits: bool = True, line: int = 1
 ) -> Script:
-    """Reads the commands of a script. variables: those that are set before it begins, such as HOME; fixed: those that
-    keep their values whatever it assigns; exits: whether it ends at an `exit`; line: of its first line."""
+    """Reads the commands of a script. variables: set before it begins, such as HOME; fixed: variables that
+    the script cannot change; exits: whether it ends at an `exit`; line: of its first line."""
     script = Script(variables, fixed, exits)
     try:
         script.follow(text, line)
@@ -54,7 +54,7 @@ def read_script(
 
 
 class _LeaveError(Exception):
-    """The end of what is followed: of the script (exit), a function (return) or loop (break), or a turn (continue)."""
+    """The end of a followed part: the script (exit), a function (return), a loop (break) or a turn of it (continue)."""
 
     def __init__(self, how: str, levels: int = 1) -> None:
         super().__init__(how)

@@ -67,17 +67,17 @@ def glob(pattern: str) -> str:
     """Returns a shell's pattern as a regular expression; a backslash escapes the next character."""
     expression, at = "", 0
     while at < len(pattern):
-        here, at = pattern[at], at + 1
-        end = pattern.find("]", at + 1 + pattern.startswith("!", at)) if here == "[" else -1
-        if here == "\\":
+        character, at = pattern[at], at + 1
+        end = pattern.find("]", at + 1 + pattern.startswith("!", at)) if character == "[" else -1
+        if character == "\\":
             expression, at = expression + re.escape(pattern[at : at + 1]), at + 1
-        elif here in "*?":
-            expression += {"*": ".*", "?": "."}[here]
+        elif character in "*?":
+            expression += {"*": ".*", "?": "."}[character]
         elif end > 0:
             inside = pattern[at:end].replace("\\", r"\\")
             expression, at = expression + f"[{'^' + inside[1:] if inside[0] in '!^' else inside}]", end + 1
         else:
-            expression += re.escape(here)
+            expression += re.escape(character)
     return expression
 
 
@@ -90,13 +90,13 @@ def matches(pattern: str, text: str) -> bool:
 
 def span(text: str, at: int, quoted: bool = False) -> int:
     """Returns the index behind the quotation, the expansion, or the escaped or plain character that begins at `at`."""
-    here = text[at]
-    if here == "\\":
+    character = text[at]
+    if character == "\\":
         return min(at + 2, len(text))
-    if here == "'" and not quoted:
+    if character == "'" and not quoted:
         return (text.find("'", at + 1) + 1) or len(text)
-    if here in '"`' or (text.startswith("$'", at) and not quoted):
-        end, at = ("'", at + 2) if here == "$" else (here, at + 1)
+    if character in '"`' or (text.startswith("$'", at) and not quoted):
+        end, at = ("'", at + 2) if character == "$" else (character, at + 1)
         while at < len(text) and text[at] != end:
             at = span(text, at, True) if end == '"' or text[at] == "\\" else at + 1
         return min(at + 1, len(text))
@@ -195,25 +195,25 @@ class _Expansion:
         if not end and re.match(r"~(/|$)", self.raw[self.at :]) and isinstance(self.shell.variables.get("HOME"), str):
             pieces, self.at = [str(self.shell.variables["HOME"])], self.at + 1
         while self.at < len(self.raw) and not (end and self.raw[self.at] == end):
-            here, stop = self.raw[self.at], span(self.raw, self.at, bool(end))
+            character, stop = self.raw[self.at], span(self.raw, self.at, bool(end))
             piece = self.raw[self.at : stop]
-            if here == "\\":
+            if character == "\\":
                 kept = not end or piece[1:] in ("\\", '"', "$", "`", "\n")
                 pieces[-1] += self._plain(piece[1:].replace("\n", "") if kept else piece)
-            elif here == "'" and not end:
+            elif character == "'" and not end:
                 self.quoted = True
                 pieces[-1] += self._plain(piece[1:].removesuffix("'"))
-            elif here == '"' and not end:
+            elif character == '"' and not end:
                 self.quoted, self.at = True, self.at + 1
                 self._add(pieces, self.pieces(split=False, end='"'), split=False)
                 stop = self.at + 1
-            elif here in "$`" and len(piece) > 1:
+            elif character in "$`" and len(piece) > 1:
                 self._add(pieces, self._expanded(piece, bool(end)), split=split and not end, plain=bool(end))
-            elif here == "$" and not piece[1:]:
+            elif character == "$" and not piece[1:]:
                 stop, values = self._named(bool(end))
                 self._add(pieces, values, split=split and not end, plain=bool(end))
             else:
-                pieces[-1] += self._plain(here) if end else here
+                pieces[-1] += self._plain(character) if end else character
             self.at = stop
         return pieces
 

@@ -114,7 +114,7 @@ def translate(framework: Framework, path: Path, given: Mapping[str, Given], note
     written, answers = _Written(), dict[str, Answer]()
     defaults = {option: row.default for option, row in framework.table.items() if row.default is not ABSENT}
     options = Options(given, defaults)
-    for option in sorted(options, key=lambda one: one not in given):  # what is given decides before defaults
+    for option in sorted(options, key=lambda one: one not in given):  # given options decide before defaults
         options.read = set()
         answered = answer_of(framework, options, option)
         if option in given:
@@ -156,7 +156,7 @@ def translate(framework: Framework, path: Path, given: Mapping[str, Given], note
 def answer_of(framework: Framework, options: Options, option: str) -> Answer:
     row = framework.row(option)
     if row is None:
-        elsewhere = "another file sets it: add what it has besides the model's shape, which config.json says"
+        elsewhere = "another file sets it: add its other settings; the model's shape is in config.json"
         return Unknown(elsewhere if UNKNOWN in option else f"no such option of {framework.title} is known here")
     try:
         answer = row.of(options[option], options)

@@ -89,7 +89,7 @@ class PackedAttention(MegatronModule):
         Latent attention: key like query, value [tokens, heads / tensor, value_dim]; the result is like value.
         """
         query, key = self.rotated(query, key, packed_seq_params)
-        if self.context_group.size() > 1:  # those of all context ranks' tokens, one rank after another
+        if self.context_group.size() > 1:  # of all context ranks' tokens, rank after rank
             both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.context_group)
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         return attend(query, key, value, packed_seq_params.plan, self.scale)

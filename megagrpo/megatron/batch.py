@@ -155,14 +155,14 @@ class Minibatch:
     packed: list[Packed]
     tokens: int  # response tokens over all ranks
     rows: int  # rows with response tokens over all ranks
-    split: tuple[SplitRow, ...]  # those of them with several sequences
+    split: tuple[SplitRow, ...]  # the rows among them that have several sequences
 
     @property
     def responses(self) -> list[ResponseTokens]:
         """Returns an entry for each microbatch on ranks that compute logits."""
         return [response for packed in self.packed for response in packed.responses]
 
-    def own(self, values: TokenTensors) -> TokenTensors:
+    def part_of(self, values: TokenTensors) -> TokenTensors:
         """Returns the `values` of this minibatch's microbatches, out of those of the whole batch."""
         return values[self.first : self.first + len(self.responses)]
 
@@ -190,7 +190,7 @@ class Passes:
 
     before_update: TokenTensors | None = None  # the trainer's logprobs before the update
     entropies: TokenTensors | None = None  # of the policy, as the update first saw each microbatch
-    old_logprobs: TokenTensors | None = None  # what ratios are to: the same, or the engines' logprobs
+    old_logprobs: TokenTensors | None = None  # denominators of ratios: before_update, or the engines' logprobs
     reference_logprobs: TokenTensors | None = None
     values: TokenTensors | None = None  # the critic's estimates before its update
 

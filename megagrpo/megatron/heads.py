@@ -155,8 +155,8 @@ class _VocabularyLogprobs(torch.autograd.Function):
         sums = _compiled(_sums, hidden.is_cuda)
         for part in _parts(rows, columns):
             logits = _product(hidden, weight[part].t())
-            here, column = _labels_in(part, local)
-            of_label += (logits.gather(1, column)[:, 0] * scale).where(here, 0.0)
+            in_part, column = _labels_in(part, local)
+            of_label += (logits.gather(1, column)[:, 0] * scale).where(in_part, 0.0)
             higher, of_part, weighted_of_part = sums(logits, top, scale, entropy)
             del logits  # before the next ones are made
             _lower(total, weighted, top - higher)
@@ -192,8 +192,8 @@ class _VocabularyLogprobs(torch.autograd.Function):
         if logprob_grad is None:
             logprob_grad = hidden.new_zeros(len(hidden), dtype=torch.float32)
         for part in _parts(rows, columns):
-            here, column = _labels_in(part, local)
-            label_grad = logprob_grad.where(here, 0.0)
+            in_part, column = _labels_in(part, local)
+            label_grad = logprob_grad.where(in_part, 0.0)
             logits = _product(hidden, weight[part].t())
             gradient = gradient_of(
                 logits, normalizer, entropies, logprob_grad, entropy_grad, label_grad, column, scale, weight.dtype
@@ -285,8 +285,8 @@ def _parts(rows: int, columns: int) -> Iterator[slice]:
 
 def _labels_in(part: slice, local: Tensor) -> tuple[Tensor, Tensor]:
     """Returns a mask of the labels in `part`, bool [n], and their columns in it, int64 [n, 1], 0 for other labels."""
-    here = (local >= part.start) & (local < part.stop)
-    return here, (local - part.start).where(here, 0)[:, None]
+    in_part = (local >= part.start) & (local < part.stop)
+    return in_part, (local - part.start).where(in_part, 0)[:, None]
 
 
 def _lower(total: Tensor, weighted: Tensor, by: Tensor) -> None:

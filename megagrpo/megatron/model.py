@@ -98,9 +98,9 @@ def block_spec(config: TransformerConfig, arch: Architecture, vp_stage: int | No
                 layer.submodules.self_attention.module = LatentAttention
         return block
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    here = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    of_chunk = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     dense_layers = arch.layers if arch.experts is None else arch.experts.dense_layers
-    layers = [_local_layer(config, arch, has_experts=layer >= dense_layers) for layer in here]
+    layers = [_local_layer(config, arch, has_experts=layer >= dense_layers) for layer in of_chunk]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 

@@ -95,8 +95,8 @@ def start_parallel(layout: ParallelLayout, seed: int, timeout_seconds: float = 1
 def compile_storage_sharing() -> None:
     """Compiles the C++ function by which Megatron recomputes a part of a layer, or loads it once a rank of this node
     has compiled it. Megatron itself does so in the first backward pass. Raises RankError if it cannot be compiled."""
-    beside = str(Path(sys.executable).parent)  # pip's ninja is there
-    os.environ["PATH"] = os.pathsep.join(filter(None, (os.environ.get("PATH"), beside)))
+    scripts = str(Path(sys.executable).parent)  # pip's ninja is there
+    os.environ["PATH"] = os.pathsep.join(filter(None, (os.environ.get("PATH"), scripts)))
     try:
         random._get_share_storage()
     except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:

@@ -153,8 +153,8 @@ class TrainRank(ModelRank):
         metrics = MetricSums(self.device, entropy=algorithm.computes_entropy)
         weighed = []
         for minibatch in minibatches:
-            old = None if passes.old_logprobs is None else minibatch.own(passes.old_logprobs)
-            weights = weigh(minibatch, minibatch.own(of_token), old, self.recipe, self.recipe.seed + step)
+            old = None if passes.old_logprobs is None else minibatch.part_of(passes.old_logprobs)
+            weights = weigh(minibatch, minibatch.part_of(of_token), old, self.recipe, self.recipe.seed + step)
             metrics.add_correction(weights.correction)
             weighed.append((minibatch, weights))
         return Update(weighed, of_token, kl_coefficient, metrics, dict(enumerate(passes.before_update or ())))
@@ -238,7 +238,7 @@ class TrainRank(ModelRank):
         """Computes gradients of a minibatch's mean loss over response tokens, on all ranks, in the critic's buffers."""
         settings = self.recipe.algorithm.critic
         clip = settings.value_clip if settings else None
-        old_values, targets = minibatch.own(_computed("values", self.passes.values)), minibatch.own(returns)
+        old_values, targets = minibatch.part_of(_computed("values", self.passes.values)), minibatch.part_of(returns)
 
         def loss(index: int, output: Tensor) -> Tensor:
             new_values = _values_in(output, minibatch.responses[index])

@@ -172,7 +172,7 @@ def _check_tools(
     for number, config in enumerate(agent.tool_configs):
         where = f"agent.tools.{number}"
         try:
-            with redirect_stderr(StringIO()):  # what servers say is in their errors
+            with redirect_stderr(StringIO()):  # the servers' messages are in their errors
                 tools = asyncio.run(offered(config, where, environment))
         except MegagrpoError as error:
             if plan_only:

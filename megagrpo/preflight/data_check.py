@@ -96,8 +96,8 @@ def data_problems(recipe: AnyRecipe, absent: Collection[str]) -> Iterator[Proble
             where = f"{section}.{index}.path"
             problems: list[Problem] = []
             problems += attempt(problems, _entry_problems, file, reward) or []
-            for found in problems:
-                yield found if isinstance(found, PathProblem) else replace(found, where=f"{where}: {found.where}")
+            for fault in problems:
+                yield fault if isinstance(fault, PathProblem) else replace(fault, where=f"{where}: {fault.where}")
 
 
 def sources_of(files: Sequence[DataFileConfig]) -> set[str]:
@@ -260,7 +260,7 @@ def _runnable(reward: RewardConfig, functions: Functions) -> RewardConfig:
         return [entry.model_copy(update={"name": spec.name}) for entry, (spec, solution) in named if solution]
 
     by_source = {source: kept(f"reward.by_source.{source}") for source in reward.by_source}
-    workers = min(reward.workers, WORKERS_MAX)  # the recipe's are those of all nodes
+    workers = min(reward.workers, WORKERS_MAX)  # the recipe counts the workers of all nodes
     changed = {"functions": kept("reward.functions"), "by_source": by_source, "failed_share_max": 1.0}
     return reward.model_copy(update={**changed, "workers": workers})
 
@@ -302,7 +302,7 @@ def _check_batch(
 def _response(solution: Solution, prompt: Prompt) -> str | None:
     try:
         response = solution(prompt.ground_truth, prompt.extra_info)
-    except ValueError:  # a ground truth that it cannot use: the function says so itself
+    except ValueError:  # an unusable ground truth: calling the function reports it
         return prompt.ground_truth
     if response is not None and "</think>" not in response and prompt.text.rstrip().endswith("<think>"):
         return f"</think>{response}"

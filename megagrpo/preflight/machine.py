@@ -144,9 +144,9 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
         on = device, rollout.quantization
         sizes = [layout.tensor for layout in layouts if not side.split_problems(architecture, layout, *on)]
         otherwise = "rollout.quantization: null" if rollout.quantization else "rollout.engine: transformers"
-        for found in side.split_problems(architecture, rollout.layout, *on):
+        for fault in side.split_problems(architecture, rollout.layout, *on):
             fix = f"rollout.layout.tensor of {either(sizes)}, with expert: 1" if sizes else otherwise
-            yield replace(found, where=f"rollout.layout: {found.where}", fix=fix)
+            yield replace(fault, where=f"rollout.layout: {fault.where}", fix=fix)
     if device == "cpu" and recipe.cluster.device == "auto":
         yield from broken(WITHOUT_GPUS, rollout)
 
@@ -207,8 +207,7 @@ def address_problem(address: str, where: str) -> Problem | None:
 
 
 def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
-    """Yields problems of directories that the run cannot make or write, of an address that is no database of MLflow,
-    and of passwords in it."""
+    """Yields problems of directories that the run cannot make or write, and of the trackers' settings."""
     directories = {
         checkpoint_directory(recipe): "checkpoint.directory" if recipe.checkpoint.directory else "track.directory",
         export_directory(recipe): "track.directory",

@@ -115,7 +115,7 @@ def critic_directory(recipe: Recipe, policy: Architecture | None, plan_only: boo
     if not plan_only or Path(critic.path).is_dir():
         manifests(directory, architecture)
     problems = [
-        replace(found, given=f"{found.given} (the critic's)") for found in critic_problems(recipe, architecture)
+        replace(fault, given=f"{fault.given} (the critic's)") for fault in critic_problems(recipe, architecture)
     ]
     if policy and architecture.vocab < policy.vocab:
         problems.append(problem("vocabulary_of_the_critic", critic=architecture, policy=policy))
@@ -353,8 +353,8 @@ def reward_model_directories(recipe: Recipe, plan_only: bool) -> dict[str, Path]
     problems: list[Problem] = []
     for name, directory in directories.items():
         try:
-            for found in _reward_model_problems(recipe, name, directory):
-                problems.append(found)  # also those before one that is raised
+            for fault in _reward_model_problems(recipe, name, directory):
+                problems.append(fault)  # also the problems found before an exception
         except ModelError as error:
             problems += error.problems
     if problems:

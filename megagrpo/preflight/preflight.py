@@ -53,11 +53,11 @@ class Preflight(Generic[Kind]):
     model_directory: Path
     tokenizer_directory: Path
     critic_directory: Path | None = None  # None: no critic, or one that starts from the model
-    unchecked: tuple[str, ...] = ()  # what was not on this machine, or is not loaded
+    unchecked: tuple[str, ...] = ()  # parts that are not on this machine, or not loaded
     epoch_rows: int | None = None  # rows of data.train, with over-long ones; None unless a plan counts them
     reward_models: Mapping[str, Path] = field(default_factory=dict)  # directories of reward.models, by name
     agent: Mapping[str, str] = field(default_factory=dict)  # lines about the agent for a plan, by name
-    console: ConsoleMode | None = None  # what the command was told to print; None: what the recipe says
+    console: ConsoleMode | None = None  # the command's choice; None: the recipe's
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Checking:
 
     def find_sandboxes(self) -> None:
         rewards = [self.recipe.reward, *own_rewards(self.recipe).values()]
-        absent = [f"the sandbox of programs: {found.given}" for reward in rewards for found in sandbox_problems(reward)]
+        absent = [f"the sandbox of programs: {fault.given}" for reward in rewards for fault in sandbox_problems(reward)]
         self.unchecked += dict.fromkeys(absent)
 
     def find_agent(self) -> Sequence[Problem]:
@@ -142,8 +142,8 @@ class Checking:
         """Returns what was found. Raises PreflightError if there are problems."""
         if self.problems or not (self.model and self.architecture and self.tokenizer):
             raise PreflightError(self.problems)
-        found = self.recipe, self.architecture, self.model, self.tokenizer, self.critic
-        return Preflight(*found, tuple(self.unchecked), epoch_rows, self.reward_models, self.agent)
+        checked = self.recipe, self.architecture, self.model, self.tokenizer, self.critic
+        return Preflight(*checked, tuple(self.unchecked), epoch_rows, self.reward_models, self.agent)
 
 
 Check = tuple[Callable[[Checking], object], Callable[[Checking], Iterable[Problem] | None]]
@@ -173,10 +173,10 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False, engines_to
 def _located(loaded: LoadedRecipe[AnyRecipe], problems: Iterable[Problem]) -> Iterator[Problem]:
     """Yields the problems with their fields' places. A path that this machine cannot have comes once for each field."""
     of_paths = set[Problem]()
-    for found in problems:
-        if not isinstance(found, PathProblem):
-            yield loaded.places.located(found)
-        elif (located := _by_path(loaded, found)) not in of_paths:
+    for fault in problems:
+        if not isinstance(fault, PathProblem):
+            yield loaded.places.located(fault)
+        elif (located := _by_path(loaded, fault)) not in of_paths:
             of_paths.add(located)
             yield located
 
@@ -250,9 +250,9 @@ def tokenizer_of(recipe: AnyRecipe) -> PreTrainedTokenizerBase:
 def own_reward_problems(recipe: Recipe, *, sandbox: bool) -> list[Problem]:
     """Returns the problems of the reward functions of evaluation sets."""
     return [
-        replace(found, where=re.sub(r"^reward\b", f"eval.sets.{name}", found.where))
+        replace(fault, where=re.sub(r"^reward\b", f"eval.sets.{name}", fault.where))
         for name, reward in own_rewards(recipe).items()
-        for found in reward_problems(reward, sandbox=sandbox)
+        for fault in reward_problems(reward, sandbox=sandbox)
     ]
 
 

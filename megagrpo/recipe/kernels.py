@@ -75,18 +75,18 @@ def installed() -> Installed:
     return Installed(find_spec("transformer_engine") is not None, two, _version("flash-attn-3") is not None)
 
 
-def layers_on(card: Capability, here: Installed, model: Attention) -> Layers:
+def layers_on(card: Capability, installed: Installed, model: Attention) -> Layers:
     """Returns the layers of `train.layer_spec: auto`, adapters aside: Transformer Engine's if a fused kernel computes
     their attention. Without one, they would keep every score of the longest sequence."""
     name = f"sm{card[0]}{card[1]}"
     local = torch_kernel(card, model)
-    if not here.transformer_engine:
+    if not installed.transformer_engine:
         return Layers("local", local, "Transformer Engine is not installed")
-    if (fused := fused_kernel(card, here, model)) is not None:
+    if (fused := fused_kernel(card, installed, model)) is not None:
         return Layers("transformer_engine", fused, f"{fused} takes packed sequences on {name}")
     why = f"Transformer Engine has no fused attention for this model's packed sequences on {name}"
     helps = Installed(True, FLASH_ATTN_2[1])
-    if here.flash_attn_2 is None and fused_kernel(card, helps, model) is not None:
+    if installed.flash_attn_2 is None and fused_kernel(card, helps, model) is not None:
         why += f"; flash-attn {FLASH_ATTN_2[1]} would be one"
     return Layers("local", local, why)
 
@@ -99,14 +99,14 @@ def auto_problems(recipe: AnyRecipe, fused: bool) -> Iterator[Problem]:
         yield problem("moe_act_of_auto_layers")
 
 
-def fused_kernel(card: Capability, here: Installed, model: Attention) -> str | None:
+def fused_kernel(card: Capability, installed: Installed, model: Attention) -> str | None:
     """Returns Transformer Engine's fused kernel for attention over packed sequences in training; None if none fits."""
     if not model.half:
         return None
     kernels = {
         "cuDNN's fused attention": model.backend != "flash" and _cudnn(card, model),
-        "flash-attn 3": model.backend != "fused" and here.flash_attn_3 and _flash_attn_3(card, model),
-        "flash-attn 2": model.backend != "fused" and _flash_attn_2(card, here.flash_attn_2, model),
+        "flash-attn 3": model.backend != "fused" and installed.flash_attn_3 and _flash_attn_3(card, model),
+        "flash-attn 2": model.backend != "fused" and _flash_attn_2(card, installed.flash_attn_2, model),
     }
     return next((name for name, works in kernels.items() if works), None)
 

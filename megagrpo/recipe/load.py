@@ -113,7 +113,7 @@ def apply_overrides(
         except RecursionError:
             problems.append(Problem(where, "keys nested too deeply", "a key of a recipe"))
             continue
-        for at in [at for at in (*lines, *written) if f"{at}.".startswith(f"{path}.")]:  # what it replaces
+        for at in [at for at in (*lines, *written) if f"{at}.".startswith(f"{path}.")]:  # its earlier places
             lines.pop(at, None)
             written.pop(at, None)
         written[path] = text

@@ -129,8 +129,8 @@ def schema_problems(
             value = value.get(expected.choice[0].key)
             kind = "missing" if value is None else kind
         path = ".".join(map(str, keys))
-        beside = [p.fix for at, p in problems.items() if at.rpartition(".")[0] == path.rpartition(".")[0]]
-        misspelt = error["type"] == "missing" and _did_you_mean(str(keys[-1])) in beside
+        sibling_fixes = [p.fix for at, p in problems.items() if at.rpartition(".")[0] == path.rpartition(".")[0]]
+        misspelt = error["type"] == "missing" and _did_you_mean(str(keys[-1])) in sibling_fixes
         if path not in problems and not misspelt:
             key = str(keys[-1])
             if kind == "extra_forbidden" and expected.sections:
@@ -140,7 +140,7 @@ def schema_problems(
                 needed = f"{expected.words()} ({description})" if description else expected.words()
                 absent = kind == "missing"
                 fix = f"add `{key}:`" if absent else _fix(path, key, value, expected)
-                problems[path] = Problem(path, "nothing" if absent else shown(value), needed, fix)
+                problems[path] = Problem(path, "nothing" if absent else yaml_text(value), needed, fix)
         if len(problems) == PROBLEMS_MAX:
             return [*problems.values(), Problem(path, f"more problems than these {PROBLEMS_MAX}", "a recipe that fits")]
     return [problem for path, problem in problems.items() if not any(at.startswith(f"{path}.") for at in problems)]
@@ -168,7 +168,7 @@ def unknown_key(path: str, key: str, value: Any, section: Expected, recipe_class
     return Problem(path, given=f"the unknown key `{key}`", needed=f"one of {', '.join(keys)}", fix=fix)
 
 
-def shown(value: Any) -> str:
+def yaml_text(value: Any) -> str:
     """Returns a YAML value for an error message, with its type where it could be mistaken."""
     if value is None:
         return "null"

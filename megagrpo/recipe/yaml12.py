@@ -17,7 +17,7 @@ import yaml
 from megagrpo.errors import Problem, RecipeError
 
 CHARACTERS_MAX, VALUES_MAX = 256 * 1024, 10_000
-"""A recipe has about 4,000 and 100. Aliases count as often as they are used."""
+"""Limits of a recipe's file; usual recipes have about 4,000 and 100. An alias counts at each use."""
 NO_TEXT = re.compile(r"[\x00\ud800-\udfff]")
 """NUL and halves of surrogate pairs, which escapes can write: no file can be named so."""
 SYNTAX_FIXES = {

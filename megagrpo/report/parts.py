@@ -277,7 +277,7 @@ LAST = 10  # values of a metric that the final one is the mean of
 FINAL = ("entropy", "response_tokens/truncated_share", "tokens_per_second", "seconds/step")
 """Metrics of the table of final values, beside those of a run's health."""
 OF_A_START = ("time", "command", "directory")
-"""Entries of environment.json that differ at each start, so that they are no change to tell."""
+"""Entries of environment.json that differ at each start, and so are not reported as changes."""
 
 
 def settings_parts(runs: Sequence[RunRead]) -> list[Part]:

@@ -306,8 +306,8 @@ def _left_out(runs: Sequence[RunRead], files: Sequence[FileSamples], is_whole: b
     notes = list[str]()
     if not is_whole:
         notes.append(
-            f"This page has the newest {rows:,} samples, of {PAGE_BYTES / 1e6:g} MB at most: first those of the last "
-            "step and of each set's last evaluation. --samples N takes up to N, however large the page becomes."
+            f"This page has the newest {rows:,} samples, of {PAGE_BYTES / 1e6:g} MB at most: first the samples of the "
+            "last step and of each set's last evaluation. --samples N takes up to N, however large the page becomes."
         )
     if figured < rows:
         notes.append(

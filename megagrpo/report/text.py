@@ -172,7 +172,7 @@ def rollout_report(directory: Path, step: int, number: int) -> str:
         given = "no rollouts"
         needed = "the directory of a run that has finished a step, with track.rollouts other than null"
     elif not len(rollouts):
-        given, needed = f"step {step}, of which there are no rollouts", f"one of steps {steps[0]} to {steps[-1]}"
+        given, needed = f"step {step}, which has no rollouts", f"one of steps {steps[0]} to {steps[-1]}"
     raise ReportError(Problem(where, given, needed))
 
 

@@ -257,7 +257,7 @@ def function_specs(reward: RewardConfig) -> tuple[FunctionSpec, ...]:
             entry.counts == "when_others_score" or (entry.counts == "auto" and entry.function == "format")
             for entry in entries
         ]
-        if all(gated):  # then those that need no gate have none
+        if all(gated):  # none could open a gate: auto then means no gate
             gated = [entry.counts != "auto" for entry in entries]
         for index, entry in enumerate(entries):
             name = entry.name or entry.function.rpartition(":")[2]
@@ -351,7 +351,7 @@ def load(spec: FunctionSpec) -> Function:
         needed = f"a function that can be called by name, with parameters among {', '.join(dict.fromkeys(named))}"
         raise RewardError(Problem(where, given=f"{name}{inspect.signature(function)}: {refusal}", needed=needed))
     if not {"response", "solution_str", "responses", "tokens", *AGENT_ARGUMENTS} & {*wanted, *spec.arguments}:
-        needed = "a parameter response, responses, tokens or messages: what it scores"
+        needed = "a parameter response, responses, tokens or messages, to be scored"
         raise RewardError(Problem(where, given=f"{name}{inspect.signature(function)}", needed=needed))
     function = partial(function, **spec.arguments) if spec.arguments else function
     return Function(wanted, inspect.iscoroutinefunction(function), function)

@@ -33,7 +33,7 @@ async def post(
                         return answer.status, None, after
             except (aiohttp.ClientError, OSError):
                 if answer.status == 200:
-                    raise  # else the status tells what to do, whatever its body lacks
+                    raise  # for any other status the caller decides by the status, whatever its body lacks
             return answer.status, bytes(data), after
     except aiohttp.ClientError as error:
         if isinstance(error, OSError):

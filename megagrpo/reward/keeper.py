@@ -104,10 +104,10 @@ class KeptProcess:
 
 def keep(descriptor: int, command: Sequence[str], output_bytes_max: int, apart: bool = False) -> None:
     """Starts the command, whose last argument becomes this file descriptor, and keeps its process. Never returns."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until it can end what it starts
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until it can end its children
     os.set_inheritable(descriptor, False)
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what loses its parent becomes the keeper's child
-    end_with_parent(signal.SIGCONT)  # one that was stopped goes on, and sees that the driver has ended
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphaned processes become the keeper's children
+    end_with_parent(signal.SIGCONT)  # SIGCONT wakes a stopped keeper, which then sees that the driver has ended
     output, printed = os.pipe()
     started = subprocess.Popen(
         [*command, str(descriptor)],

@@ -190,7 +190,7 @@ class Scorer:
                 given = f"{failures} of {responses} responses have no score; the first failure of each function:"
                 given += "".join(f"\n{name}: {first}" for name, first in self._first_failures.items())
                 needed = f"at most a share of {self._reward.failed_share_max:g} (reward.failed_share_max)"
-                fix = "correct the function; the run then goes on"
+                fix = "correct the function; the run then resumes"
                 raise RewardError(Problem("reward.functions", given, needed, fix))
         for name, first in first_failed.items():
             self._say(f"warning: reward {name} failed for the first time: {first}".rstrip())

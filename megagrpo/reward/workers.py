@@ -103,7 +103,7 @@ class Worker:
         self.process = KeptProcess(
             [*apart, *python("worker_process", "work")],
             environment_of(ENVIRONMENT) | dict(limits.environment),
-            sys.__stderr__,  # what a function prints must not mix with the program's own output
+            sys.__stderr__,  # prints of functions must not mix with the program's own output
             OUTPUT_BYTES_MAX,
             apart=bool(apart),
         )
@@ -267,7 +267,7 @@ class WorkerPool(Executor):
                 for worker in self.workers():
                     self._assign(worker)
                 in_flight = (call for worker in self._workers for call in worker.in_flight.values())
-                # All are cancelled together, so the first of those that wait tells.
+                # All are cancelled together, so the first waiting call decides.
                 looked_at = (*in_flight, *islice(self._waiting, 1), *islice(self._suspects, 1))
                 if any(call.future.cancelled() for call in looked_at):
                     raise CancelledError
@@ -316,7 +316,7 @@ class WorkerPool(Executor):
             self._lose(worker, None, "its process died")
         except ValueError as error:
             reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-            garbage = f"its process sent what is no answer ({reason})"
+            garbage = f"its process sent an invalid answer ({reason})"
             self._lose(worker, Outcome(None, error=garbage), garbage)
 
     def _lose(self, worker: Worker, outcome: Outcome | None, start_reason: str) -> None:

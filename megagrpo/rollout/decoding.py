@@ -144,7 +144,7 @@ class Record:
         self.logprobs[rows, position] = logprobs[running]
         self.versions[rows, position] = version
         self.stopped[rows] = np.isin(tokens[running], stops)
-        self.lengths[rows] = position + 1  # last: another thread reads what is there up to it
+        self.lengths[rows] = position + 1  # last: another thread reads the tokens up to this length
         return self._running()
 
     def _running(self) -> np.ndarray:

@@ -16,44 +16,43 @@ if TYPE_CHECKING:
     from megagrpo.plan.engine import EngineMemory
     from megagrpo.recipe.schema import Recipe
     from megagrpo.recipe.schema.rollout import RolloutConfig
-    from megagrpo.rollout.engine import Engine, EngineSpec, ServerSpec
-    from megagrpo.rollout.sglang.server import Server
+    from megagrpo.rollout.engine import Engine, EngineSpec, Server, ServerSpec
 
 
 class EngineKind:
     """A kind of engines. The defaults are those of an engine in the actor's own process that holds the whole model."""
 
     started_by_us = True
-    """The run starts the engines, on its devices. Others run already, at rollout.urls."""
+    """True if the run starts the engines, on its devices; False if they run already, at rollout.urls."""
 
     starts_without_weights = False
-    """An engine reads no weights from the model's files: the first update brings them."""
+    """True if an engine reads no weights from the model's files: the first update brings them."""
 
     streams = False
-    """Requests join and leave a running batch one by one. Other engines decode all that they were handed in batches of
-    their own choice."""
+    """True if requests join and leave a running batch one by one: each engine gets at most rollout.requests_at_once.
+    False: it gets any number, and decodes them in batches of its own choice."""
 
     splits = False
-    """rollout.layout may split an engine over devices."""
+    """True if rollout.layout may split an engine over devices."""
 
     experts_need_gpus = False
-    """rollout.layout.expert is 1 on CPUs."""
+    """True if rollout.layout.expert must be 1 on CPUs."""
 
     reads_files = False
-    """Weights may come as files: weights.transfer: disk."""
+    """True if weights may come as files (weights.transfer: disk)."""
 
     quantizes = False
-    """rollout.quantization may be given: the run sends quantised weights."""
+    """True if the recipe may have rollout.quantization: the run then sends quantised weights."""
 
     settings: str | None = None
-    """Section of `rollout` with the settings of its servers. Other engines' recipes leave it out."""
+    """Name of the section of `rollout` that has the settings of its servers, which recipes of other kinds leave out."""
 
     def options(self, rollout: RolloutConfig) -> Mapping[str, Any]:
-        """Returns the arguments of the servers that the recipe gives."""
+        """Returns the arguments that the recipe gives to the servers."""
         return {}
 
     def requests_at_once(self, recipe: Recipe) -> int:
-        """Returns the number of responses that an engine decodes in one batch."""
+        """Returns the number of responses that an engine decodes in one batch: rollout.requests_at_once or fewer."""
         return recipe.rollout.requests_at_once
 
     def keeps_prefixes(self, rollout: RolloutConfig) -> bool:
@@ -87,7 +86,8 @@ class EngineKind:
 
     @property
     def side(self) -> Any:
-        """Returns its side of the weights: a module of weights/sides, with `split_problems` if the kind splits."""
+        """Returns its side of the weights, a module of weights/sides. If the kind splits, plan and preflight call the
+        side's `split_problems`."""
         from megagrpo.weights.sides import checkpoint
 
         return checkpoint
@@ -99,7 +99,7 @@ class EngineKind:
         return memory_of_whole_model(case)
 
     def server(self, spec: ServerSpec) -> Any:
-        """Starts a server, or its process on `spec.node`. It has the methods of Server. None: this kind starts none."""
+        """Starts a Server, or its process on `spec.node`. None: this kind starts none."""
         return None
 
     def engine(self, spec: EngineSpec, server: Any) -> Engine:
@@ -107,7 +107,8 @@ class EngineKind:
         raise NotImplementedError
 
     def served_model(self, url: str, api_key: str) -> Mapping[str, Any]:
-        """Asks the server at `url` about its model and weights. Raises EngineError if none of this kind answers."""
+        """Asks the server at `url` about its model and weights, for kinds that the run doesn't start. Raises
+        EngineError if no server of this kind answers."""
         raise NotImplementedError
 
 
@@ -128,7 +129,7 @@ class Transformers(EngineKind):
 
 
 class External(EngineKind):
-    """SGLang servers that run already."""
+    """SGLang servers that run already. The recipe doesn't know their options."""
 
     started_by_us = False
     streams = splits = experts_need_gpus = reads_files = True
@@ -154,7 +155,7 @@ class External(EngineKind):
 
 
 class Sglang(External):
-    """SGLang servers that the run starts and ends."""
+    """SGLang servers that the run starts and ends: the same engine and side, with options, problems and memory."""
 
     started_by_us = starts_without_weights = quantizes = True
     settings = "sglang"

@@ -94,7 +94,7 @@ class Pool:
         self.slots, self._continues = slots, continues
         self.engines: dict[str, dict[int, Ticket]] = {}
         """Requests that run, by engine and number of their ticket."""
-        self.lost: dict[int, Ticket] = {}
+        self.orphaned: dict[int, Ticket] = {}
         """Requests of engines that have left, until they are put back."""
         self.held: set[str] = set()
         """Engines that get weights, and no requests until they have joined with them."""
@@ -145,7 +145,7 @@ class Pool:
         running = self.engines.pop(engine, {})
         self._engine_of = {bound: other for bound, other in self._engine_of.items() if other != engine}
         self._unplaced.extendleft(reversed(self._waiting_on.pop(engine, deque())))
-        self.lost |= running
+        self.orphaned |= running
         for ticket in running.values():
             ticket.losses += failed
         worst = max(running.values(), key=lambda ticket: ticket.losses, default=None)
@@ -161,7 +161,7 @@ class Pool:
     def put_back(self, lost: Iterable[int], so_far: Mapping[int, Sample]) -> None:
         """Queues these lost tickets first, for other engines, each resumed after its tokens so far."""
         for number in reversed(list(lost)):
-            ticket = self.lost.pop(number)
+            ticket = self.orphaned.pop(number)
             if number in so_far:
                 ticket.order.resume_after(ticket.index, so_far[number])
             if ticket.order not in self._withdrawn:
@@ -249,7 +249,7 @@ class Pool:
     def running(self, orders: Iterable[Order]) -> bool:
         """Returns whether an engine still has requests of these orders, or had them when it was lost."""
         wanted = set(orders)
-        everywhere = (*self.engines.values(), self.lost)
+        everywhere = (*self.engines.values(), self.orphaned)
         return any(ticket.order in wanted for tickets in everywhere for ticket in tickets.values())
 
     def _wait(self, ticket: Ticket, *, first: bool) -> None:

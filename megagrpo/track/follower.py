@@ -168,7 +168,7 @@ class Delivery:
                 self.failures += 1
                 if self.failures == 1:
                     why = without_password(cause(error))
-                    say(f"warning: {self.name}: {why}; training goes on, and it is tried again")
+                    say(f"warning: {self.name}: {why}; training continues, and the follower retries")
             else:
                 if self.failures:
                     say(f"{self.name}: has everything again")
@@ -387,7 +387,7 @@ def sync(directory: Path, settings: Settings, say: Say) -> int:
                 delivery.send()
                 delivery.finish(_written_status(directory))
             except Exception as error:  # noqa: BLE001  (files, databases and servers fail in many ways)
-                fix = "start the tracker, or make room there, then try it again: it brings what is missing"
+                fix = "start the tracker, or make room there, then repeat the command: it sends the missing data"
                 problems.append(Problem(name, without_password(cause(error)), "a tracker that takes the run", fix))
             else:
                 has = f"it lacks {lacks}" if (lacks := delivery.tracked.lacks) else "it has everything"

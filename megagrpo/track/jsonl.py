@@ -86,7 +86,7 @@ class StepLines:
         part = path.with_name(f"{path.name}.part")
         part.write_bytes(b"".join(kept))
         part.replace(path)
-        # Absolute, and without a buffer: what a full disk has refused is not written again when the file is closed.
+        # Absolute, and without a buffer: bytes that a full disk refused must not be written at close.
         self._path, self._file = path.absolute(), path.open("ab", buffering=0)
 
     def append(self, line: dict[str, Any]) -> None:

@@ -260,7 +260,7 @@ class MLflow(TrackedRun):
         for start in range(0, len(missing), PARAMS_PER_CALL):
             self._client.log_batch(self.run_id, params=missing[start : start + PARAMS_PER_CALL])
 
-    # --- what else the run has ----------------------------------------------------------------------------------------
+    # --- the run's other data -----------------------------------------------------------------------------------------
 
     def _log_traces(self, last: int, until: float) -> None:
         """Sends the traces of the next steps up to `last`, unless this thread has used CPU time `until` by then."""

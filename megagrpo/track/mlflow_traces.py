@@ -107,8 +107,8 @@ def _spans(trace_id: str, row: Row, agent: Mapping[str, Any] | None, begin_ns: i
     error = row["error"] or (agent["error"] if agent else "")
     yield span(f"rollout {row['sample']}", "CHAIN" if agent is None else "AGENT", 0.0, length, whole, error)
     if agent is None:
-        said = {"spanInputs": {"messages": messages}, "spanOutputs": {"role": "assistant", "content": row["response"]}}
-        yield span("response", "CHAT_MODEL", 0.0, length, said | _usage(row["prompt_tokens"], row["tokens"]))
+        chat = {"spanInputs": {"messages": messages}, "spanOutputs": {"role": "assistant", "content": row["response"]}}
+        yield span("response", "CHAT_MODEL", 0.0, length, chat | _usage(row["prompt_tokens"], row["tokens"]))
     for event in agent["events"] if agent else ():
         at = event["at"]
         match event["kind"]:

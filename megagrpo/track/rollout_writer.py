@@ -55,7 +55,7 @@ BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 class Learned:
     """The results of a step's training for its samples. Rows are the samples of its groups, group by group."""
 
-    rows: np.ndarray  # bool [rows], those trained on
+    rows: np.ndarray  # bool [rows], rows trained on
     advantages: Advantages
     logprobs: Ragged | None = None  # float32, by the trainer before the update, of the first rows
     entropies: Ragged | None = None  # float32, as the update first saw it, of the first rows
@@ -139,7 +139,7 @@ class RolloutWriter:
         self._left_out.add((rollouts.step, rollouts.evaluation))
         if not self._said:
             self._said = True
-            self._say(f"rollouts/: {why}; samples are left out (rollouts/left_out counts the steps), the run goes on")
+            self._say(f"rollouts/: {why}; samples are left out (rollouts/left_out counts the steps), the run continues")
 
     def _work(self, texts: TokenTexts) -> None:
         while True:

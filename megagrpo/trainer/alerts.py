@@ -43,7 +43,7 @@ class Alerts:
         self._steps = before.steps
         self._series = {name: values for name, values in before.metrics.items() if _is_read(name)}
 
-    def after(self, step: int, metrics: Mapping[str, float]) -> Raised:
+    def check(self, step: int, metrics: Mapping[str, float]) -> Raised:
         """Appends the step's metrics, evaluation included, and applies the rules. First drops the metrics of this step
         and of later ones, which a run repeats after a rewind."""
         count = int(np.searchsorted(self._steps, step))
@@ -65,8 +65,8 @@ class Alerts:
             Problem(
                 f"step {step}: {RULES[name].title}",
                 RULES[name].meaning,
-                "a run of which this does not hold",
-                f"{RULES[name].remedy} To go on all the same: rollout.alerts.{name}: warn",
+                "a run for which this rule does not hold",
+                f"{RULES[name].remedy} To continue anyway: rollout.alerts.{name}: warn",
             )
             for name in ends
         ]

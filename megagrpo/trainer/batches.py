@@ -191,5 +191,5 @@ def _path(directory: Path, step: int) -> Path:
 
 
 def _unusable(where: str, given: str) -> UnusableCheckpointError:
-    fix = "train with checkpoint.keep_batches, which keeps the batches of so many steps"
+    fix = "train with checkpoint.keep_batches, which keeps the batches of that many steps"
     return UnusableCheckpointError(Problem(where, given, "a step's batch that was saved whole", fix))

@@ -195,7 +195,7 @@ def load_replay(directory: Path, step: int, overrides: Sequence[str]) -> LoadedR
 def replay(checked: Preflight[Recipe], directory: Path, step: int, say: Callable[[str], None]) -> bool:
     """Trains the steps after the newest checkpoint before `step`, up to `step`, of the run in `directory` again.
 
-    Reports the step's metrics beside those that the run has logged. Writes only to REPLAY in the run's directory.
+    Prints a table of logged and recomputed metrics. Writes only to REPLAY in the run's directory.
     Returns True if no metric differs. Raises MegagrpoError.
     """
     recipe = checked.recipe

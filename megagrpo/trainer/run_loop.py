@@ -216,7 +216,7 @@ class Loop(Generic[AnyTraining]):
             metrics = self._evaluation_metrics()
             setup.tracker.log(0, metrics | setup.clock.take())
             if setup.alerts:
-                setup.alerts.after(0, metrics)
+                setup.alerts.check(0, metrics)
         reason = reason_to_stop(setup.recipe, self.state, setup.cursor)
         while self.state.unlogged is not None or (self.state.step < setup.last_step and not reason):
             if self.state.unlogged is None:
@@ -309,7 +309,7 @@ class Loop(Generic[AnyTraining]):
         """Logs the newest step. An alert that ends the run is its failure, if it has none."""
         setup, step = self.setup, self.state.step
         metrics = {**(self.state.unlogged or {}), **self._evaluation_metrics()}
-        raised = setup.alerts.after(step, metrics) if setup.alerts else None
+        raised = setup.alerts.check(step, metrics) if setup.alerts else None
         counted = {"restarts": float(self.restarts)} | ({"alerts": raised.holding} if raised else {})
         setup.tracker.log(step, metrics | counted | setup.clock.take())
         for line in raised.lines if raised else ():

@@ -102,7 +102,7 @@ class Background(EngineSource):
     def sync(self, version: int, *, changed: bool) -> None:
         if isinstance(self._recipe.schedule, OneStepOffConfig):
             with self.run.clock.phase("rollout"):
-                self._rollouts.wait(lambda: not self._incomplete())  # also before a stop: what was sampled is saved
+                self._rollouts.wait(lambda: not self._incomplete())  # also before a stop: the samples are saved
         if not self.run.stopping.requested:
             sync(self.run, version, changed=changed)
             self.advance(version)

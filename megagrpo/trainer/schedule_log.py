@@ -34,7 +34,7 @@ AS_LOGGED = ("staleness/continued", "cut/")
 @dataclass(frozen=True)
 class LoggedStep:
     step: Annotated[int, msgspec.Meta(ge=1, le=10**9)]
-    metrics: dict[str, float]  # of what a replay does not do: AS_LOGGED
+    metrics: dict[str, float]  # metrics that a replay cannot recompute: AS_LOGGED
     groups: tuple[LoggedGroup, ...]
 
 

@@ -2,8 +2,8 @@
 
     sample -> score -> advantages and load_batch -> train -> sync
 
-A stage takes the run and what earlier stages returned. It doesn't know when it runs or what runs beside it: the source
-of the samples decides that (schedule.py). Rows are the samples of a step's groups, group by group.
+`grpo_step` (schedule.py) calls the stages; the source of its samples decides when, and what runs beside them. A stage
+takes the run and what earlier stages returned. Rows are the samples of a step's groups, group by group.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def sample(run: Run, step: int) -> Sampled:
     wanted, dynamic = run.recipe.rollout.prompts_per_step, run.recipe.rollout.dynamic_sampling
     useful: list[Group] = []
     everything: list[Group] = []
-    drawn: Counter[str] = Counter()
+    drawn: Counter[str] = Counter()  # by prompt; the cursor updates it, so that repeated prompts get ids of their own
     rounds = 0
     while len(useful) < wanted and rounds < (dynamic.rounds_max if dynamic else 1):
         prompts = run.cursor.next(prompts_of_round(wanted, len(useful), len(everything)), drawn)
@@ -105,11 +105,11 @@ def agent_errors(groups: Sequence[Group]) -> str:
 
 def agent_error(sample: Sample) -> str:
     """Returns the error for which a rollout's agent is to blame, or ""."""
-    run = sample.agent
-    if run is None or run.counts.get("failed") or run.counts.get("late"):
-        return run.error if run else ""
-    refused = [name.removeprefix("refused/") for name in sorted(run.counts) if name.startswith("refused/")]
-    if len(sample.tokens) or "turn_aborted" in refused or (run.error and not refused):
+    rollout = sample.agent
+    if rollout is None or rollout.counts.get("failed") or rollout.counts.get("late"):
+        return rollout.error if rollout else ""
+    refused = [name.removeprefix("refused/") for name in sorted(rollout.counts) if name.startswith("refused/")]
+    if len(sample.tokens) or "turn_aborted" in refused or (rollout.error and not refused):
         return ""
     why = f"requests were refused, {', '.join(refused)}" if refused else "the agent never asked for one"
     return f"no answer of the policy: {why}"
@@ -152,14 +152,14 @@ def solved_prompts(groups: Sequence[Group], rate: float) -> list[str]:
 
 @dataclass(frozen=True)
 class Trained:
-    """A step's training: its data, and from `train` on the results. None: that model did not learn in this step."""
+    """A step's training: `load` returns it with its data, `train` adds the results."""
 
     rows: np.ndarray  # bool [rows], those in the batches
     advantages: Advantages
     batches: Sequence[RankBatch]  # on the training ranks, one for each data rank; empty if no row can be trained on
-    kl_coefficient: float  # of this step; from `train` on, of the next
-    policy: StepMetrics | None = None
-    critic: CriticMetrics | None = None
+    kl_coefficient: float  # of this step; `train` puts the next step's in its place
+    policy: StepMetrics | None = None  # None: it has not learned in this step
+    critic: CriticMetrics | None = None  # None: it has not learned in this step, or there is none
     lr: float = 0.0
     critic_lr: float = 0.0
     memory_peak: int | None = None  # bytes; of the rank that had most at a time
@@ -186,16 +186,16 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> T
             save_batch(recipe, step, sampled, run.total_steps, recipe.checkpoint.keep_batches)
     inputs = advantage_inputs(recipe, sampled.groups)
     rows = trainable_rows(inputs)
-    if algorithm.reads_batch:
+    if algorithm.reads_batch:  # the recipe's rules then refuse to credit turns
         with run.clock.phase("logprobs"):
             batches, zeros = load_batch(run, sampled.groups, rows, step), ragged_zeros(inputs.tokens)
             if algorithm.kl_in_reward:
-                kl = run.policy.of_tokens("token_kl", inputs.tokens) if batches else zeros
+                kl = run.policy.by_token("token_kl", inputs.tokens) if batches else zeros
                 inputs = replace(inputs, kl=kl, kl_coefficient=kl_coefficient)
             if algorithm.critic is not None:
                 if batches:
                     run.policy.call("compute_values")
-                values = run.policy.of_tokens("token_values", inputs.tokens) if batches else zeros
+                values = run.policy.by_token("token_values", inputs.tokens) if batches else zeros
                 inputs = replace(inputs, values=values)
         return Trained(rows, algorithm.advantage.advantages(inputs), batches, kl_coefficient)
     advantages = algorithm.credit.advantages(algorithm.advantage, inputs, turns_of(recipe, sampled.groups))
@@ -225,7 +225,7 @@ def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: i
     )
     policy.load_batch(batches)
     if not algorithm.policy_learns(step) and not algorithm.kl_in_reward:
-        return batches
+        return batches  # the critic alone learns, from values
     if algorithm.rollout_logprobs_as_old:
         policy.call("use_rollout_logprobs_as_old")
     elif algorithm.needs_old_logprobs:
@@ -238,13 +238,13 @@ def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: i
 def advantage_inputs(recipe: Recipe, groups: Sequence[Group]) -> AdvantageInputs:
     """Returns the inputs of advantages, without those that ranks compute."""
     functions = [] if recipe.reward.by_source else recipe.reward.functions
-    unknown = (np.nan,) * len(functions)
-    counted = [score.counted or unknown for group in groups for score in group.scores]
+    masked = (np.nan,) * len(functions)
+    by_function = [score.counted or masked for group in groups for score in group.scores]
     return AdvantageInputs(
         scores=flat_scores(groups),
         group_ids=group_of_row(groups),
         tokens=np.array([len(sample.tokens) for group in groups for sample in group.samples], dtype=np.int64),
-        parts=np.array(counted, np.float64).reshape(len(counted), len(functions)) if functions else None,
+        parts=np.array(by_function, np.float64).reshape(len(by_function), len(functions)) if functions else None,
         weights=np.array([function.weight for function in functions]) if functions else None,
         baselines=baselines_of(groups) if any(group.baseline_score for group in groups) else None,
     )
@@ -257,8 +257,8 @@ def turns_of(recipe: Recipe, groups: Sequence[Group]) -> Turns | None:
     table: list[tuple[float, ...]] = []
     for row, sample in enumerate(sample for group in groups for sample in group.samples):
         turns = sample.agent.turns if sample.agent else [Turn(0, 0, len(sample.tokens))]
-        places = np.argsort(np.argsort([turn.number for turn in turns])).tolist()
-        table += [(row, at, turn.tokens, turn.reward or 0.0) for at, turn in zip(places, turns, strict=True)]
+        in_time = np.argsort(np.argsort([turn.number for turn in turns])).tolist()  # each turn's place, from 0
+        table += [(row, at, turn.tokens, turn.reward or 0.0) for at, turn in zip(in_time, turns, strict=True)]
     rows, order, tokens, rewards = np.array(table, np.float64).reshape(-1, 4).T
     return Turns(rows.astype(np.int64), order.astype(np.int64), tokens.astype(np.int64), rewards)
 
@@ -294,7 +294,7 @@ def train_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequ
             trained = np.flatnonzero(branch.trained)
             if not len(trained):
                 continue
-            length = int(trained[-1]) + 1  # nothing depends on what comes after
+            length = int(trained[-1]) + 1  # no trained token depends on later tokens
             rollout_logprobs = np.zeros(length, np.float32)
             rollout_logprobs[trained] = sample.logprobs[first : first + len(trained)]
             tokens, loss_mask = branch.tokens[:length].astype(np.int64), branch.trained[:length]
@@ -340,7 +340,7 @@ def learned_of(run: TrainRun, sampled: Sampled, trained: Trained) -> Learned:
         return Learned(trained.rows, trained.advantages)
     kept = first_groups(first_groups(sampled.groups, settings.samples_per_step), settings.token_samples_per_step)
     lengths = np.array([len(sample.tokens) for group in kept for sample in group.samples], np.int64)
-    with run.policy.alone():  # the step is done: it is saved also where a node without ranks was lost in it
+    with run.policy.alone():  # a lost node without ranks must not keep a finished step from being saved
         return Learned(trained.rows, trained.advantages, *run.policy.token_figures(lengths))
 
 

@@ -96,7 +96,7 @@ def start_training(
     closing.callback(judging.close)
     # Engines start while the ranks do, except on shared GPUs: a starting engine takes the memory that is free there.
     rollouts = None if ray.shares_gpus else start_engines()
-    # A run that is continued finishes what had begun, whatever its schedule is now.
+    # A continued run finishes the groups that had begun, whatever its schedule is now.
     samples_itself = isinstance(recipe.schedule, SyncConfig) and recipe.schedule.beyond == 0
     in_background = not samples_itself or setup.pending is not None
     judged = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt if in_background else 1

@@ -210,7 +210,7 @@ class Topology:
     two_hops: bool = False
 
     @cached_property
-    def beside(self) -> tuple[int | None, ...]:
+    def local_sources(self) -> tuple[int | None, ...]:
         """Returns the source beside each destination, or None. Without devices, the sources of a node take turns."""
         on: dict[Place, list[int]] = defaultdict(list)
         for source, place in enumerate(self.sources):
@@ -237,8 +237,8 @@ class Topology:
         """Returns the source that forwards from `source` to a destination; None if `source` sends to it directly."""
         if not self.two_hops or self.sources[source].node == self.destinations[destination].node:
             return None
-        return self.beside[destination]
+        return self.local_sources[destination]
 
     def forwards_to(self, source: int) -> list[int]:
         """Returns the destinations to which a source forwards."""
-        return [to for to, its in enumerate(self.beside) if its == source] if self.two_hops else []
+        return [to for to, its in enumerate(self.local_sources) if its == source] if self.two_hops else []

@@ -71,7 +71,7 @@ class WeightPlan:
         """Returns the transfers that a destination passes on. It receives their boxes from the source itself."""
         return self.transfers.select(via=via)
 
-    def between(self, source: int, destination: int) -> tuple[Transfer, ...]:
+    def direct(self, source: int, destination: int) -> tuple[Transfer, ...]:
         """Returns the transfers that a source itself sends to a destination."""
         return tuple(transfer for transfer in self.transfers.select(source, destination) if transfer.via is None)
 
@@ -186,21 +186,21 @@ def plan_problems(plan: WeightPlan, destinations: Iterable[int] | None = None) -
         located = Located(manifest)
         pieces: dict[Placement, list[Box]] = defaultdict(list)
         for transfer in plan.incoming(index):
-            come, go = transfer.source_placement, transfer.destination_placement
+            origin, target = transfer.source_placement, transfer.destination_placement
             if transfer.source not in sources:
                 sources[transfer.source] = Located(plan.sources[transfer.source])
-            into, out_of = located.whole_of(go), sources[transfer.source].whole_of(come)
+            into, out_of = located.whole_of(target), sources[transfer.source].whole_of(origin)
             holder = plan.sources[transfer.source].holder
-            where = f"{come.box.tensor}: {holder} to {manifest.holder}"
-            region = as_slice(come.box)
-            if come.box != go.box:
-                given = f"{region} to {as_slice(go.box)}"
+            where = f"{origin.box.tensor}: {holder} to {manifest.holder}"
+            region = as_slice(origin.box)
+            if origin.box != target.box:
+                given = f"{region} to {as_slice(target.box)}"
                 problems.append(Problem(where, given, "the same box at both ends"))
             elif into is None or out_of is None:
                 given = f"{region} is not there in {manifest.holder if into is None else holder}"
                 problems.append(Problem(where, given, "a part of one of its placements"))
             else:
-                pieces[into].append(go.box)
+                pieces[into].append(target.box)
         problems += _relay_problems(plan, index)
         for placement in manifest.placements:
             box = placement.box
@@ -221,7 +221,7 @@ def _relay_problems(plan: WeightPlan, destination: int) -> list[Problem]:
             continue
         ends = transfer.source, via
         if ends not in straight:
-            straight[ends] = {(leg.box, plan.bytes_of(leg)) for leg in plan.between(*ends)}
+            straight[ends] = {(leg.box, plan.bytes_of(leg)) for leg in plan.direct(*ends)}
         names = plan.destinations[destination].holder, plan.destinations[via].holder
         where = f"{transfer.box.tensor}: passed on to {names[0]} by {names[1]}"
         if places[via].node != places[destination].node or via == destination:

@@ -270,7 +270,7 @@ class Routes:
         chosen &= True if destination is None else self._reaches(destination)
         chosen &= True if via is None else segments.landing == via
         rows = np.flatnonzero(chosen)
-        if destination is not None:  # first those from sources
+        if destination is not None:  # first the transfers from sources
             rows = rows[np.argsort(segments.landing[rows] != destination, kind="stable")]
         transfers = (transfer for row in rows for transfer in self._transfers(int(row), destination))
         return tuple(transfer for transfer in transfers if via in (None, transfer.via))
@@ -382,9 +382,9 @@ def _deliveries(bundles: Sequence[Bundle], topology: Topology) -> list[_Delivery
                 continue
             for receiver in receivers:
                 place = topology.destinations[receiver]
-                beside = next((source for source in near if topology.sources[source].link_to(place) == "device"), None)
-                senders = near if beside is None else (beside,)
-                deliveries.append(_Delivery(index, senders, (receiver,), "node" if beside is None else "device"))
+                local = next((source for source in near if topology.sources[source].link_to(place) == "device"), None)
+                senders = near if local is None else (local,)
+                deliveries.append(_Delivery(index, senders, (receiver,), "node" if local is None else "device"))
     return deliveries
 
 

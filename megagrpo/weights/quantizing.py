@@ -155,7 +155,7 @@ def _begin_together(member: Member, key: str, plan: WeightPlan, rank: int) -> No
 
     def missing() -> Problem:
         arrivals = (member.read(f"{key}/{index}", bool) for index in range(len(plan.sources)))
-        absent = [its.holder for its, came in zip(plan.sources, arrivals, strict=True) if not came]
+        absent = [its.holder for its, arrived in zip(plan.sources, arrivals, strict=True) if not arrived]
         return member.late(f"{member.name}: rows of cut blocks", f"{few(absent)} did not begin to exchange them")
 
     try:

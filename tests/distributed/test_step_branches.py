@@ -132,7 +132,9 @@ def losses_of_cuts(rank: TrainRank, batch: RankBatch, advantages: Any, recipes: 
         for name, recipe in recipes.items():
             total, gradients = 0.0, np.zeros(OFFSETS[-1])
             for minibatch in whole.minibatches:
-                new, old, _, signs = (minibatch.own(values[each]) for each in ("new", "old", "rollout", "advantages"))
+                new, old, _, signs = (
+                    minibatch.part_of(values[each]) for each in ("new", "old", "rollout", "advantages")
+                )
                 weights = weigh(minibatch, signs, old, recipe, seed)
                 for micro, response in enumerate(minibatch.responses):
                     logprobs = new[micro].clone().requires_grad_()

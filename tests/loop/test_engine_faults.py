@@ -49,11 +49,11 @@ class Cluster:
 
     def in_engine(self, engine: str, function: Callable[[Any], Any]) -> Any:
         """Calls `function(actor)` in the engine's own process."""
-        return ray.get(self.rollouts.up()[engine].__ray_call__.remote(function), timeout=SYNC_SECONDS)
+        return ray.get(self.rollouts.wait_for_engines()[engine].__ray_call__.remote(function), timeout=SYNC_SECONDS)
 
     def wait_for_both(self) -> None:
         """Until both engines sample, or have started again."""
-        small_run.wait_until(lambda: len(self.rollouts.up()) == 2, "both engines", SYNC_SECONDS)
+        small_run.wait_until(lambda: len(self.rollouts.wait_for_engines()) == 2, "both engines", SYNC_SECONDS)
 
     def versions(self) -> set[int]:
         """Weight versions of the tokens that the engines sample now. Each prompt goes to one engine."""
@@ -246,11 +246,12 @@ def test_requests_of_a_step_that_is_given_up_end_before_engines_free_their_memor
     rollouts, recipe = cluster.rollouts, cluster.recipe
     cluster.weights.sync(12)
     cluster.said.clear()
-    for engine in rollouts.up():
+    for engine in rollouts.wait_for_engines():
         cluster.in_engine(engine, sample_until_given_back)
 
     def lost() -> None:
-        if all(cluster.in_engine(engine, lambda actor: bool(actor.engine._running)) for engine in rollouts.up()):
+        engines = rollouts.wait_for_engines()
+        if all(cluster.in_engine(engine, lambda actor: bool(actor.engine._running)) for engine in engines):
             raise RankLostError(Problem("train rank 0", "it has died"))
 
     with monkeypatch.context() as losing:
@@ -291,7 +292,7 @@ def test_a_run_whose_engines_have_all_died_brings_one_back_before_it_samples_on(
     cluster.weights.sync(13)
     monkeypatch.setattr(cluster.policy, "step", trained)
     cluster.said.clear()
-    for engine in cluster.rollouts.up():
+    for engine in cluster.rollouts.wait_for_engines():
         cluster.in_engine(engine, after("begin", die))
     assert cluster.versions() == {version}
     assert sorted(why.partition(":")[0] for why in restarted(cluster)) == ["engine 0", "engine 1"]
@@ -305,12 +306,12 @@ def test_wrong_bytes_on_all_engines_again_and_again_stop_the_run_and_nothing_sam
     cluster.weights.sync(14)
     with monkeypatch.context() as same_processes:  # as if the machine's memory were at fault
         same_processes.setattr(cluster.rollouts, "lose", lambda engine, actor, error: None)
-        for engine in cluster.rollouts.up():
+        for engine in cluster.rollouts.wait_for_engines():
             cluster.in_engine(engine, after("receive", flip_a_bit, times=100))
         with pytest.raises(WeightSyncError, match=r"up_proj.weight on engine 1 rank 0(.|\n)*bucket \d+ "):
             cluster.weights.sync(15)
     assert cluster.weights.version == 14
-    for engine in cluster.rollouts.up():
+    for engine in cluster.rollouts.wait_for_engines():
         state = cluster.in_engine(engine, lambda actor: actor.engine.state.value)
         assert state == "holding unverified weights"
 
@@ -318,7 +319,7 @@ def test_wrong_bytes_on_all_engines_again_and_again_stop_the_run_and_nothing_sam
 def test_a_run_goes_on_without_an_engine_that_cannot_start_and_ends_when_none_can(
     cluster: Cluster, inputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for engine, actor in cluster.rollouts.up().items():  # the engines of the test before
+    for engine, actor in cluster.rollouts.wait_for_engines().items():  # the engines of the test before
         cluster.rollouts.lose(engine, actor, EngineError(Problem(engine, "its memory is at fault")))
     cluster.wait_for_both()
     cluster.weights.sync(16)

@@ -57,7 +57,7 @@ class Engines:
             for request in requests.values():
                 self.engines_of[request.prompt_id, request.index].add(engine)
 
-    def give_back(self, orders: Iterable[Order]) -> None:
+    def take_back(self, orders: Iterable[Order]) -> None:
         """They have sampled a token of each."""
         for engine, tickets in self.pool.withdraw(orders).items():
             for ticket in tickets:
@@ -122,7 +122,7 @@ def test_turns_that_are_held_go_on_after_their_tokens(engines: Engines) -> None:
     wait_until(lambda: engines.turns_that_run() == 4, "the first turns", SECONDS)
     with engines.changed:
         turns = engines.turns.hold([held])
-        engines.give_back(turns)
+        engines.take_back(turns)
         assert not engines.pool.running(turns)
     engines.add(other)
     engines.wait_for(other)
@@ -140,7 +140,7 @@ def test_an_order_that_is_complete_by_then_is_not_held(engines: Engines) -> None
     engines.add(done, held)
     engines.wait_for(done)
     with engines.changed:
-        engines.give_back(engines.turns.hold([done, held]))
+        engines.take_back(engines.turns.hold([done, held]))
         assert done not in engines.turns._held
     engines.add(held)
     engines.wait_for(held)
@@ -181,7 +181,7 @@ def test_rollouts_that_are_dropped_leave_engines_and_pool(engines: Engines) -> N
     engines.add(dropped)
     wait_until(lambda: engines.turns_that_run() == 4, "the first turns", SECONDS)
     with engines.changed:
-        engines.give_back(engines.turns.drop([dropped]))
+        engines.take_back(engines.turns.drop([dropped]))
     assert engines.turns_that_run() == 0
     engines.add(other)
     engines.wait_for(other)

@@ -145,11 +145,11 @@ def test_the_longest_wait_for_an_engine_begins_when_the_run_waits_for_one(engine
         rollouts.lose(name, actor, EngineError(Problem(name, "died")))
     time.sleep(1.5)  # ranks train meanwhile
     to_come = ["engine 0"]
-    engines.starting = lambda: [to_come.pop()] if rollouts._awaited and to_come else []
-    assert list(rollouts.up()) == ["engine 0"]
+    engines.starting = lambda: [to_come.pop()] if rollouts._waiting_for_engines and to_come else []
+    assert list(rollouts.wait_for_engines()) == ["engine 0"]
     rollouts.lose("engine 0", engines.by_name["engine 0"], EngineError(Problem("engine 0", "died")))
     with pytest.raises(EngineError, match="no engine is left"):
-        rollouts.up()
+        rollouts.wait_for_engines()
     rollouts._stop_collecting()
 
 

@@ -97,7 +97,7 @@ def test_ranks_know_before_they_start_what_auto_means_on_their_devices() -> None
 def test_each_engine_sees_the_gpus_of_its_node_from_which_weights_come_its_own_first(case: Case) -> None:
     """Training ranks and engines on the same devices, on others, or both; against every bucket of the plan."""
     assert case.topology is not None
-    topology = replace(case.topology, two_hops=None not in case.topology.beside)
+    topology = replace(case.topology, two_hops=None not in case.topology.local_sources)
     plan = replace(case, topology=topology).plan()
     run = (*topology.sources, *topology.destinations)
     own_places = [
@@ -182,7 +182,7 @@ def test_weights_that_have_not_changed_are_sent_only_where_an_engine_lacks_them(
     up = {**actors, "engine 0": MagicMock()} if lost else actors
     sync = WeightSync.__new__(WeightSync)
     vars(sync).update(
-        _policy=MagicMock(), _recipe=MagicMock(), _rollouts=MagicMock(up=lambda: up, serve=served.update),
+        _policy=MagicMock(), _recipe=MagicMock(), _rollouts=MagicMock(wait_for_engines=lambda: up, serve=served.update),
         _verified=actors, _bytes=8, _bring=called.append, transport=TransportName.SHARED_MEMORY, version=3,
     )  # fmt: skip
     failed = {name: EngineError(Problem(name)) for name in failing}

@@ -140,7 +140,7 @@ def test_a_conversion_of_something_else_is_not_continued(dtype: str | None, mode
 def test_a_full_disk_is_named_and_the_conversion_can_be_continued(model: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     with small_disk(100_000):  # the file of the embedding is smaller than this, that of a layer larger
-        with pytest.raises(CheckpointError, match=r"File too large(.|\n)*the same command again continues"):
+        with pytest.raises(CheckpointError, match=r"File too large(.|\n)*the same command resumes"):
             to_megatron(model, output)
         with pytest.raises(CheckpointError, match="File too large"):
             to_hugging_face(model, tmp_path / "model")  # one file, which is laid out at its full size

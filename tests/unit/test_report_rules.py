@@ -159,7 +159,7 @@ def run_directory(directory: Path, steps: int, **metrics: float) -> Path:
 def test_a_run_warns_once_when_a_rule_begins_to_hold_and_again_when_it_comes_back(tmp_path: Path) -> None:
     alerts = Alerts({}, run_directory(tmp_path, 0))
     shares = [0.0] * 5 + [1.0] * 5 + [0.0] * 10 + [1.0] * 5
-    told = [alerts.after(step, {"reward/errors_share": share}) for step, share in enumerate(shares, 1)]
+    told = [alerts.check(step, {"reward/errors_share": share}) for step, share in enumerate(shares, 1)]
     warned = [step for step, raised in enumerate(told, 1) if raised.lines]
     assert len(warned) == 2
     assert all(raised.failure is None for raised in told)
@@ -171,16 +171,16 @@ def test_a_rule_may_end_the_run_or_be_off_and_a_run_that_continues_knows_the_ste
         {"truncated": "stop", "reward_errors": "off"},
         run_directory(tmp_path, 4, **{"response_tokens/truncated_share": 0.9, "reward/errors_share": 0.9}),
     )
-    raised = alerts.after(4, {"response_tokens/truncated_share": 0.9, "reward/errors_share": 0.9})
+    raised = alerts.check(4, {"response_tokens/truncated_share": 0.9, "reward/errors_share": 0.9})
     assert raised.failure is not None
     assert "rollout.alerts.truncated" in str(raised.failure)
     assert (raised.holding, raised.lines) == (1, ())
-    again = alerts.after(2, {"response_tokens/truncated_share": 0.9})  # the run has gone back
+    again = alerts.check(2, {"response_tokens/truncated_share": 0.9})  # the run has gone back
     assert again.failure is None
 
 
 def test_a_long_run_keeps_all_its_steps(tmp_path: Path) -> None:
     alerts = Alerts({}, run_directory(tmp_path, 0))
     for step in range(3000):
-        alerts.after(step, {"entropy": 2.0})
-    assert [alerts.after(step, {"entropy": 0.01}).holding for step in range(3000, 3005)][-1] == 1
+        alerts.check(step, {"entropy": 2.0})
+    assert [alerts.check(step, {"entropy": 0.01}).holding for step in range(3000, 3005)][-1] == 1

@@ -110,7 +110,7 @@ def test_all_load_errors_are_found_at_once_before_a_run(user_file, tmp_path):
         f"{user_file}:mean": "reward/mean",  # would be the metric of the whole reward
         f"{user_file}:nothing": "good, few",
         f"{user_file}:number": "number",
-        f"{user_file}:few": "what it scores",
+        f"{user_file}:few": "to be scored",
         f"{user_file}:good size=1": "'size'",
         **{f"{tmp_path}/{file}.py:good": error for file, error in RAISED.items()},
     }

@@ -80,7 +80,7 @@ class Pools(RuleBasedStateMachine):
         for ticket in self.pool.engines.get(engine, {}).values():
             ticket.losses = 0  # how often is another test's matter
         lost = self.pool.leave(engine)
-        assert self.pool.running(ticket.order for ticket in self.pool.lost.values()) == bool(lost)
+        assert self.pool.running(ticket.order for ticket in self.pool.orphaned.values()) == bool(lost)
         self.hand_out()
         self.pool.put_back(lost, so_far)
         self.hand_out()

@@ -223,7 +223,7 @@ def test_whatever_fails_is_said_once_and_ends_nothing(tmp_path: Path, monkeypatc
     with Tracker(recipe_of(tmp_path, "unknown-scheme://nowhere"), 10) as tracker:
         log(tracker, range(1, 4))
     assert tracker.run_ids == {}
-    assert len([line for line in said if "training goes on" in line]) == 1
+    assert len([line for line in said if "training continues" in line]) == 1
     assert any("megagrpo track sync" in line for line in said)
     assert sorted(lines(tmp_path / "runs" / "adder")) == [1, 2, 3]
 
@@ -531,6 +531,6 @@ def test_a_password_in_the_environment_is_not_shown(
         tracker.log(1, {"reward/mean": 0.5})
     assert sync(directory) == 3
     said = capsys.readouterr()
-    assert "training goes on" in said.out
+    assert "training continues" in said.out
     assert "s3cret" not in said.out + said.err
     assert not [path for path in directory.rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]

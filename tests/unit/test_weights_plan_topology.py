@@ -90,7 +90,7 @@ def test_both_ends_and_the_totals_see_the_same_transfers(case: Case, data: st.Da
     assert of_destination.incoming(destination) == plan.incoming(destination)
     between = tuple(t for t in plan.outgoing(source) if t.destination == destination and t.via is None)
     for its in (plan, part, of_destination):
-        assert its.between(source, destination) == between
+        assert its.direct(source, destination) == between
         assert [its.bytes_of(transfer) for transfer in between] == [4 * transfer.box.elements for transfer in between]
     relays = tuple(t for t in plan.incoming(destination) if t.via == via)
     for its in (plan, of_via):
@@ -301,7 +301,7 @@ def test_what_is_passed_on_before_it_arrives_is_refused_and_arrives_wrong() -> N
     plan, held = case.plan(), case.held(checkpoint)
     relay = next(transfer for transfer in all_transfers(plan) if transfer.via is not None)
     assert not right(case, carry_out(plan, held, relays_first=True), checkpoint)
-    [straight] = [its for its in plan.between(relay.source, relay.via) if its.box == relay.box]
+    [straight] = [its for its in plan.direct(relay.source, relay.via) if its.box == relay.box]
     late = changed(plan, [straight], [replace(straight, via=relay.destination)])  # each waits for the other
     assert "does not receive" in problems_of(late)
     others = set(range(4)) - {relay.destination, relay.via}

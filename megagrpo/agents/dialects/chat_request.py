@@ -55,7 +55,7 @@ class ChatRequest:
     token_ids: bool = False
     ignored: tuple[str, ...] = ()  # fields that were given, and that the recipe decides
     model: str = ""
-    kept: Conversation | None = None  # what a later request may continue by the answer's id, without the answer
+    kept: Conversation | None = None  # the conversation that a later request may continue by the answer's id alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class ChatAnswer:
     created: int  # seconds since 1970
     model: str
     prompt: Sequence[int]  # token ids
-    cached_tokens: int  # of the prompt, those of earlier turns
+    cached_tokens: int  # prompt tokens that earlier turns had
     choices: tuple[Choice, ...]
 
     @property
@@ -161,7 +161,7 @@ def ignored_fields(
     given = [name for name, value in body.items() if value is not None]
     for name in given:
         if name not in served and name not in decided and name not in HARMLESS:
-            raise not_served(f"{within}{name}", "this gateway does not know what it asks; leave it out")
+            raise not_served(f"{within}{name}", "this gateway does not support it; leave it out")
     return [name for name in decided if name in given]
 
 

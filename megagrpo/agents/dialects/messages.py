@@ -234,7 +234,7 @@ def parts_of(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, A
 def refused(refusal: Refusal) -> dict[str, Any]:
     kind = ERRORS.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
     message = refusal.message
-    if refusal.code == "context_length_exceeded":  # what Claude Code looks for before it makes its history shorter
+    if refusal.code == "context_length_exceeded":  # Claude Code shortens its history when it reads this
         numbers = re.findall(r"\d+", message)
         message = "prompt is too long: " + (f"{numbers[0]} tokens > {numbers[1]} maximum" if numbers[1:] else message)
     error: dict[str, Any] = {"type": kind, "message": message}

@@ -251,7 +251,7 @@ def call_written(request: ResponsesRequest, one: Mapping[str, Any], identity: st
     text = json.dumps(arguments, ensure_ascii=False)
     if tool.takes_text:
         match arguments:
-            case {"input": str(given)}:  # any other arguments go to the tool, which may say what is wrong
+            case {"input": str(given)}:  # any other arguments go to the tool, which may report the fault
                 text = given
         return {"type": "custom_tool_call", "id": f"ctc_{identity}", **made, "input": text}
     return {"type": "function_call", "id": f"fc_{identity}", **made, "arguments": text}
@@ -299,12 +299,12 @@ def data_of_events(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def content_events(content: Sequence[Mapping[str, Any]], at: Mapping[str, Any], kind: str) -> Iterator[dict[str, Any]]:
     for number, part in enumerate(content):
-        here = {**at, "content_index": number}
-        yield {"type": "response.content_part.added", **here, "part": {**part, "text": ""}}
+        place = {**at, "content_index": number}
+        yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
         probabilities = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-        yield {"type": f"response.{kind}_text.delta", **here, "delta": part["text"], **probabilities}
-        yield {"type": f"response.{kind}_text.done", **here, "text": part["text"], **probabilities}
-        yield {"type": "response.content_part.done", **here, "part": part}
+        yield {"type": f"response.{kind}_text.delta", **place, "delta": part["text"], **probabilities}
+        yield {"type": f"response.{kind}_text.done", **place, "text": part["text"], **probabilities}
+        yield {"type": "response.content_part.done", **place, "part": part}
 
 
 def empty(item: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def prepare_verifiers(
     except subprocess.TimeoutExpired:
         raise DataError(Problem(where, f"no rows after {SECONDS_MAX} s", "its data set")) from None
     if done.returncode != 0:
-        given, fix = f"exit status {done.returncode}; what it wrote is above", "name its interpreter with --python"
+        given, fix = f"exit status {done.returncode}; its output is above", "name its interpreter with --python"
         raise DataError(Problem(where, given, "an environment that can be loaded", fix))
     rows: dict[str, list[PromptRow]] = {"train": [], "test": []}
     for line in done.stdout.splitlines():

@@ -278,6 +278,6 @@ def plain(messages: Sequence[Any] | str) -> list[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    output, sys.stdout = sys.stdout, sys.stderr  # what the environment prints is not a row
+    output, sys.stdout = sys.stdout, sys.stderr  # the environment's prints must not mix with the rows
     for task_row in rows(**json.loads(sys.argv[1])):
         print(json.dumps(task_row, default=str), file=output, flush=True)

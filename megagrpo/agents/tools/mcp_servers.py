@@ -56,7 +56,7 @@ class McpServer:
         """Opens a rollout's session. Raises AgentError if the server cannot be started or reached."""
         connection = Connection(self._client, self._where) if self.config.stateful else self.shared
         try:
-            async with self._listing:  # asked once in a process: a rollout's tools must be those of its group
+            async with self._listing:  # asked once in a process: all rollouts of a group must have the same tools
                 if self._offered is None:
                     self._offered = await self._listed(await connection.client())
             if self.config.stateful:

@@ -41,7 +41,7 @@ class ToolConfig(Section):
 
     arguments: dict[str, Any] = {}
     """Settings of the tool, such as memory_mib for python; for a function of your own, values of parameters that the
-    policy does not see; for a class, those that its objects are made with."""
+    policy does not see; for a class, arguments of its constructor."""
 
     @property
     def own(self) -> bool:

@@ -42,7 +42,7 @@ class ColumnsConfig(Section):
     """Kind of task, kept in rollouts/. null: ability, if there is such a column."""
 
     extra_info: list[str] | None = None
-    """Other columns that reward functions receive, each of which every row must have. null: all of them."""
+    """Further columns that reward functions receive; every row must have them. null: all other columns."""
 
     RULES: ClassVar[Rules[ColumnsConfig]] = {
         "columns_repeat_a_name": lambda c: (

@@ -173,7 +173,7 @@ class RolloutConfig(Section):
 
     timeout_seconds: Seconds = 600.0
     """Longest time of a response on an SGLang server. What it has then is returned as it is, and is not trained on;
-    where the schedule lets weights change in a response, it goes on after these tokens. An engine that has not
+    where the schedule lets weights change in a response, it resumes after these tokens. An engine that has not
     answered a minute after that is taken to have failed."""
 
     no_engine_timeout_seconds: Seconds = 1800.0

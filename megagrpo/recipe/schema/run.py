@@ -50,7 +50,7 @@ class WeightsConfig(Section):
 
     pause: Pause = "retract"
     """Treatment of requests that still run when an update begins. retract: the engine computes
-    their keys and values again with the new weights. in_place: the engine goes on with those of the old weights.
+    their keys and values again with the new weights. in_place: the engine keeps the old ones.
     finish: the update waits for their ends. With schedule: sync no request is left then."""
 
     timeout_seconds: Seconds = 600.0

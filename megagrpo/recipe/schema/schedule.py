@@ -18,7 +18,7 @@ class SyncConfig(Section):
 
     carry_over: NonNegativeInt = 0
     """Prompts beyond rollout.prompts_per_step that are sampled at once. Sampling ends when a step has its groups; what
-    is not complete then goes on in the next step, with the tokens that it has. 0: a step waits for all its prompts."""
+    is incomplete then resumes in the next step, after its tokens so far. 0: a step waits for all its prompts."""
 
     oversample: NonNegativeInt = 0
     """Prompts beyond rollout.prompts_per_step that are sampled at once. Sampling ends when a step has its groups, and

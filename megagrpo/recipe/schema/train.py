@@ -116,7 +116,8 @@ class RecomputeConfig(Section):
     moe_act (only their activation function; transformer_engine), shared_experts."""
 
     layers: PositiveInt | None = None
-    """Whole layers: the first so many of each pipeline stage, or of each of its chunks with virtual_pipeline."""
+    """Number of layers that are recomputed whole: the first of each pipeline stage, or with virtual_pipeline of each of
+    its chunks."""
 
     RULES: ClassVar[Rules[RecomputeConfig]] = {
         "named_twice": each_once("modules"),

@@ -59,7 +59,7 @@ class Rubric:
             needed = " or ".join(f"{{{{{name}}}}}" for name in shows)
             raise ValueError(f"the rubric has no {needed}: it must show the judge what to score")
 
-    def shown(self, responses: Sequence[str], prompt_text: str) -> list[str]:
+    def rendered(self, responses: Sequence[str], prompt_text: str) -> list[str]:
         """Returns the responses that a comparison shows: whole if the text names {{response...}}, else without the
         reasoning."""
         if any(name.startswith("response") for name in self.variables):
@@ -69,10 +69,10 @@ class Rubric:
     def filled(self, row: Mapping[str, Any], shown: Mapping[str, str]) -> str:
         """Returns the text for a row (a reward function's arguments). Raises ValueError if the row lacks a variable."""
         values = {"fence": fence_of(shown.values()), **shown}
-        return VARIABLE.sub(lambda name: values[name[1]] if name[1] in values else of_row(name[1], row), self.text)
+        return VARIABLE.sub(lambda name: values[name[1]] if name[1] in values else value_of(name[1], row), self.text)
 
 
-def of_row(name: str, row: Mapping[str, Any]) -> str:
+def value_of(name: str, row: Mapping[str, Any]) -> str:
     """Returns a variable's value. Raises ValueError if the row lacks it."""
     match name:
         case "question":

@@ -103,7 +103,7 @@ class Program:
             return Ran(f"{answer['raised']}: {answer['text']}"[:REASON_BYTES_MAX])
         except (ValueError, TypeError, KeyError, RecursionError):
             self.stop()
-            return Ran("sent what is no answer")
+            return Ran("sent an invalid answer")
 
     def _answer(self, channel: socket.socket, send: Callable[[], object], seconds: float) -> tuple[bytes, str]:
         """Returns the process's answer to what `send` sends, a line; or none, and why its process ended."""

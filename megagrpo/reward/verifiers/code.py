@@ -116,7 +116,7 @@ class Runner:
         with Program(sandbox, source, deadline=deadline) as program:
             for test in tests.tests:
                 failure = self._failure(program, test)
-                if failure and program.runs != 1:  # it may come from what an earlier test left in the process
+                if failure and program.runs != 1:  # an earlier test may have changed the process
                     program.stop()
                     failure = self._failure(program, test)
                 yield failure
@@ -156,7 +156,7 @@ class CallTest:
 
 @dataclass(frozen=True, slots=True)
 class Tests:
-    """All tests of one problem, which are of one of three kinds: `tests` are those of `code` if that is given."""
+    """All tests of one problem, of one of three kinds. `tests`: the tests of `code`, if that is given."""
 
     tests: tuple[ScriptTest, ...] | tuple[CallTest, ...] | tuple[str, ...] = ()
     code: CodeTests | None = None

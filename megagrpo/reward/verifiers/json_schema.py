@@ -55,7 +55,7 @@ def make(
         except RecursionError:  # nested deeper than it can be compared
             return {"score": 0.0}
         except referencing.exceptions.Unresolvable as reason:
-            raise ValueError(f"the schema refers to what it does not have: {reason}") from None
+            raise ValueError(f"the schema has a reference without a target: {reason}") from None
 
     return json_schema
 

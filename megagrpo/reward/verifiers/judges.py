@@ -23,8 +23,8 @@ from megagrpo.reward.judging.rubric import (
     UnreadableError,
     VerdictConfig,
     fence_of,
-    of_row,
     reader,
+    value_of,
 )
 from megagrpo.section import Number, PositiveFloat, PositiveInt, Section
 
@@ -107,14 +107,14 @@ def judge_pairs(**arguments: Any) -> Function:
     async def compare(
         model: Judge, responses: list[str], prompt_text: str, **row: Any
     ) -> list[dict[str, Any] | Outcome]:
-        shown = rubric.shown(responses, prompt_text)
+        answers = rubric.rendered(responses, prompt_text)
         if config.against != "others":
-            texts = [*shown, of_row(config.against, row)]
+            texts = [*answers, value_of(config.against, row)]
             pairs = [(i, len(responses)) for i in range(len(responses))]
         elif len(responses) < 2:
             return [Outcome(None, masked=ALONE)] * len(responses)
         else:
-            texts = shown
+            texts = answers
             pairs = chosen_pairs(len(texts), config.pairs_max, seed="\0".join(texts))
 
         def ask(i: int, j: int) -> Awaitable[Answer[float]]:
@@ -236,7 +236,7 @@ def judge_ranking(**arguments: Any) -> Function:
     async def rank(model: Judge, responses: list[str], prompt_text: str, **row: Any) -> list[dict[str, Any] | Outcome]:
         if len(responses) < 2:
             return [Outcome(None, masked=ALONE)] * len(responses)
-        texts = rubric.shown(responses, prompt_text)
+        texts = rubric.rendered(responses, prompt_text)
         unlike = sorted(set(texts))
         if len(unlike) == 1:
             return [{"score": 0.5} for _ in texts]

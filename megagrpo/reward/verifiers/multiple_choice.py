@@ -128,8 +128,8 @@ def _stated(text: str, letters: str, choices: Mapping[str, str]) -> str:
     if in_asia := _STATED_IN_ASIA.findall(words):
         return _in_order(re.sub(r"[^A-Z]", "", in_asia[-1]), letters)
     if choices:
-        _, said, tail = words.rpartition("answer is ")
-        return _by_text(tail.partition("\n")[0], choices) if said else ""
+        _, marker, tail = words.rpartition("answer is ")
+        return _by_text(tail.partition("\n")[0], choices) if marker else ""
     return ""
 
 

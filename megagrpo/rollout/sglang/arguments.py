@@ -33,7 +33,7 @@ WATCHDOG_SECONDS = 300.0  # SGLang's own default
 _SERVER = "nothing: megagrpo starts the server and chooses it"
 _WEIGHTS = "nothing: weights are sent to models that rollout.layout splits"
 _SAMPLING = "nothing: every request says how it is sampled"
-_DRAFT = "nothing: a draft model would keep its first weights, and what it drafts is sampled with logprobs unproven"
+_DRAFT = "nothing: a draft model would keep its first weights, and the logprobs of drafted tokens are unproven"
 _EXPERTS = "nothing: kernels other than Triton's order or pack the experts' weights in ways of their own"
 OWNED = (
     {
@@ -146,7 +146,7 @@ def model_problems(directory: Path) -> list[Problem]:
 def server_arguments(spec: ServerSpec) -> dict[str, Any]:
     """Returns fields of ServerArgs; the recipe's settings override the defaults.
 
-    A server begins with weights that mean nothing, and the first update brings the policy's, unless it keeps those of
+    A server starts with meaningless weights, which the first update replaces by the policy's, unless it keeps those of
     the model directory. SGLang's watchdog, which ends a scheduler that does nothing, waits longer than an update.
     """
     layout, options, on_cpus = spec.layout, spec.settings.model_extra or {}, spec.device == "cpu"
@@ -187,7 +187,7 @@ def server_arguments(spec: ServerSpec) -> dict[str, Any]:
         return arguments | ({} if on_cpus else {"enable_fp32_lm_head": False})
     if not on_cpus:
         arguments["moe_runner_backend"] = "triton"
-    if spec.quantization is not None:  # into blocks, of which there are no files, beside the recipe's own changes
+    if spec.quantization is not None:  # into blocks, which no file has; the recipe's own changes stay
         changes = json.loads(options.get("json_model_override_args") or "{}")
         blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
         arguments["json_model_override_args"] = json.dumps(changes | {"quantization_config": blocks})

@@ -304,9 +304,9 @@ class SglangEngine(Engine):
         if self._server is not None:
             self._server.close()
 
-    def _failure(self, asked: str, given: str) -> Problem:
+    def _failure(self, action: str, given: str) -> Problem:
         """Returns the problem of a failed request, with the end of the server's log if megagrpo started it."""
-        what = f"{asked} failed"
+        what = f"{action} failed"
         if self._server is not None:
             return self._server.problem(what, given)
         return Problem(f"{self.name}: {what}", given=given, needed="the server that rollout.urls names")

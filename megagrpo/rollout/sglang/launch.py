@@ -91,8 +91,8 @@ def on_cpus() -> bool:
 
 def prepare_server_process(*, spawned: bool) -> None:
     # A script's own directory comes first on the path: its `server` and `engine` would hide other modules.
-    here = str(Path(__file__).resolve().parent)
-    sys.path[:] = [entry for entry in sys.path if entry != here]
+    own_directory = str(Path(__file__).resolve().parent)
+    sys.path[:] = [entry for entry in sys.path if entry != own_directory]
     sys.meta_path.insert(0, Finder())
     if spawned:  # SGLang asks for the same, but only once it is imported
         from megagrpo.processes.lifetime import end_with_parent

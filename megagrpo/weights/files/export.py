@@ -134,12 +134,12 @@ def copies_for(
 ) -> Copies:
     """Yields the boxes that `source` sends to the export's `index`-th file, one copy after another."""
     storages = stored_tensors(plan.sources[source], tensors)
-    for transfer in plan.between(source, index):
-        into, come = transfer.destination_placement, transfer.source_placement
+    for transfer in plan.direct(source, index):
+        into, origin = transfer.destination_placement, transfer.source_placement
         dtype = torch_dtype(export.files[index].storages[into.storage].dtype)
         # A copy: memory that numpy has seen cannot be given back and restored (megatron/offload.py).
         with torch.no_grad():
-            values = box_view(storages[come.storage], come).to("cpu", dtype, copy=True).contiguous()
+            values = box_view(storages[origin.storage], origin).to("cpu", dtype, copy=True).contiguous()
         yield into, values
 
 

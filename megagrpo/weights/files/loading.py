@@ -78,10 +78,10 @@ def load_files(
     except WeightPlanError as error:
         raise ModelError(error.problems) from error
     for index in range(len(files.manifests)):
-        for transfer in plan.between(index, 0):
-            come, into = transfer.source_placement, transfer.destination_placement
-            part = files.read(come.storage, come.at, come.local_shape)
-            values = part.reshape(come.box.shape) if None in come.axes else part
+        for transfer in plan.direct(index, 0):
+            origin, into = transfer.source_placement, transfer.destination_placement
+            part = files.read(origin.storage, origin.at, origin.local_shape)
+            values = part.reshape(origin.box.shape) if None in origin.axes else part
             box_view(storages[into.storage], into).copy_(values)
     fill_padding(manifest, storages)
 

@@ -217,7 +217,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 def _left_over(single: Path, given: str) -> Problem:
     needed = "one save of the weights: transformers would load this file, SGLang the others"
-    return Problem(str(single), given, needed, "remove those of the earlier save")
+    return Problem(str(single), given, needed, "remove the files of the earlier save")
 
 
 def _no_weights(directory: Path) -> Problem:

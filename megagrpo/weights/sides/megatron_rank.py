@@ -238,8 +238,8 @@ class _Rank:
             for name, way, roles in tables[bool(held.experts)]:
                 if fused := [held.roles[role] for role in roles if role in held.roles]:
                     self.add(in_layer + name, way, fused, self.where.tensor, layout.tensor)
-            here = len(held.experts) // layout.expert
-            for local, expert in enumerate(held.experts[self.where.expert * here :][:here]):
+            count = len(held.experts) // layout.expert
+            for local, expert in enumerate(held.experts[self.where.expert * count :][:count]):
                 for linear, way, roles in EXPERT:
                     storage = in_layer + self.spec.expert.format(expert=local, linear=linear)
                     fused = [expert[role] for role in roles]

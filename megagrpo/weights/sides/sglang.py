@@ -304,8 +304,8 @@ class _Rank:
             self.builder.whole(layer.roles["router_bias"].name, layer.roles["router_bias"])
         shards = self.layout.tensor // self.layout.expert
         run, index = divmod(self.rank, shards)
-        here = len(layer.experts) // self.layout.expert
-        held = layer.experts[run * here : (run + 1) * here]
+        count = len(layer.experts) // self.layout.expert
+        held = layer.experts[run * count : (run + 1) * count]
         ffn = held[0]["expert_gate"].shape[0]
         width = _padded_ffn(ffn, self.layout.tensor, self.device) // shards
         gate_up = [

@@ -166,8 +166,8 @@ def _cut_into_buckets(plan: WeightPlan, transfers: Iterable[Transfer], bucket_by
             if end > bucket_bytes:
                 buckets.append([])
                 begin, end = 0, box.elements * item_bytes
-            come, go = transfer.source_placement.part(box), transfer.destination_placement.part(box)
-            buckets[-1].append(Piece(come, go, dtype, begin, end))
+            origin, target = transfer.source_placement.part(box), transfer.destination_placement.part(box)
+            buckets[-1].append(Piece(origin, target, dtype, begin, end))
             begin = -(-end // ALIGNMENT) * ALIGNMENT
     return buckets
 
@@ -180,7 +180,7 @@ def _passed_on(plan: WeightPlan, via: int, bucket: Bucket) -> Bucket:
         held = _located(plan, via).around(box, piece.dtype)
         if not held:
             raise WeightPlanError(
-                Problem(label_of(plan, bucket), f"{box} is not there", "a relay that holds what it passes on")
+                Problem(label_of(plan, bucket), f"{box} is missing", "a relay that holds the bytes that it forwards")
             )
         pieces.append(replace(piece, source=held[0].part(box)))
     return replace(bucket, pieces=tuple(pieces))

@@ -84,7 +84,7 @@ TRANSPORTS: dict[TransportName, TransportKind] = {
     # Exact shards, between nodes on which training ranks share devices with engines.
     TransportName.TWO_HOPS: TransportKind(
         lambda channel, plan, peer: TwoHops(peer, len(plan.sources), channel.rendezvous.run),
-        lambda topology: None not in topology.beside,
+        lambda topology: None not in topology.local_sources,
         ", and engines away from training ranks",
         "a training rank beside every engine rank",
     ),
@@ -94,7 +94,7 @@ TRANSPORTS: dict[TransportName, TransportKind] = {
         lambda topology: not topology.shared_devices,
         " between several processes on one GPU",
         "one process on each GPU, for NCCL",
-        "transfer: auto; engines on GPUs of their own, or on all those of the training ranks",
+        "transfer: auto; engines on GPUs of their own, or on all GPUs of the training ranks",
     ),
     # A checkpoint on a file system that both ends reach.
     TransportName.DISK: TransportKind(None),

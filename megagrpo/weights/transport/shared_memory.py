@@ -198,7 +198,7 @@ class CudaArea:
         """Returns the receiver's own ticket: torch counts by ticket which processes still map the memory."""
         if receiver not in self._tickets:
             _, arguments = reductions.reduce_tensor(self.flat)
-            shared = arguments[7:]  # how to map the memory; what comes before says that it is a flat tensor of bytes
+            shared = arguments[7:]  # how to map the memory; the earlier arguments describe a flat tensor of bytes
             self._tickets[receiver] = {
                 "device": str(torch.cuda.get_device_properties(self.flat.device).uuid),
                 "bytes": self.flat.numel(),

@@ -243,8 +243,8 @@ def stated(text: str) -> str:
     ('10:30 AM', '12:00', 'x')
     """
     tail = unmarked(text).strip()
-    *_, said = _ANSWER_IS.split(tail) if _ANSWER_IS.search(tail) else tail.splitlines() or [""]
-    return re.split(r"\n|\.\s", said.strip(), maxsplit=1)[0].strip("*$. ")
+    *_, statement = _ANSWER_IS.split(tail) if _ANSWER_IS.search(tail) else tail.splitlines() or [""]
+    return re.split(r"\n|\.\s", statement.strip(), maxsplit=1)[0].strip("*$. ")
 
 
 def _outermost(latex: str) -> str:
