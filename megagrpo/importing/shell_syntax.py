@@ -34,7 +34,7 @@ SIGNS = re.compile(
     r"[\\'\"`$\n]|(?<![^\s;&|()])#.*|<<<|<<-?[ \t]*((?:\\.|'[^'\n]*'|\"[^\"\n]*\"|[^\s\\'\"`;|&<>()])+)"
     r"|\(\([^()\n]*(?:\([^()\n]*\)[^()\n]*)*\)\)"
 )
-"""What may be, or hide, a here-document's beginning, with the name of its end."""
+"""Beginnings of here-documents, with the name of the end, and signs that may hide one."""
 LAST_FALL = re.compile(r";;?&(?=(?:\s|#[^\n]*\n){0,200}\besac\b)")
 """The end of a last case, which the grammar knows as ;; only."""
 BACKQUOTES = re.compile(r"`[ \t]+`")
