@@ -102,7 +102,7 @@ def mask(value: Any, options: Options) -> Answer:
         return Nothing("nothing is masked")
     level = {"level": "sequence", "over": "mean"} if options.true("rho_mask_sequence_level") else {"level": "token"}
     bounds = ({"low": low} if low else {}) | ({"high": high} if high else {})
-    note = "omitted responses are not in the loss's denominators here; there they count as 0"
+    note = "rejected tokens or responses are not in the loss's denominators here; there they count as 0"
     return Write({"algorithm.correction.reject": [{**level, "statistic": "ratio", **bounds}]}, note)
 
 
