@@ -34,7 +34,7 @@ BUDGETS = {
     ("megatron",): 3_732,
     ("layout", "batching", "algorithm"): 2_758,
     ("checkpoint", "convert"): 2_248,
-    ("rollout",): 3_310,
+    ("rollout",): 3_307,
     ("cluster",): 3_348,
     ("trainer", "evaluation"): 4_241,
     ("recipe", "preflight", "doctor"): 5_439,

@@ -86,11 +86,8 @@ class EngineKind:
 
     @property
     def side(self) -> Any:
-        """Returns its side of the weights, a module of weights/sides. If the kind splits, plan and preflight call the
-        side's `split_problems`."""
-        from megagrpo.weights.sides import checkpoint
-
-        return checkpoint
+        """Returns the side of the weights of a kind that splits: a module of weights/sides with `split_problems`."""
+        raise NotImplementedError
 
     def memory(self, case: Case) -> EngineMemory:
         """Returns the memory of an engine on its fullest device. Raises ModelError if it cannot hold the model."""
