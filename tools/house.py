@@ -38,7 +38,7 @@ BUDGETS = {
     ("cluster",): 3_348,
     ("trainer", "evaluation"): 4_241,
     ("recipe", "preflight", "doctor"): 5_439,
-    ("plan",): 4_987,
+    ("plan",): 4_988,
     ("data",): 2_694,
     ("reward",): 7_663,
     ("agents",): 4_887,

@@ -86,8 +86,8 @@ def rules() -> str:
         for section, path in _Page(kind).sections().items():
             for name in getattr(section, "RULES", {}):
                 where = f"{path}.{rule_texts()[name].where}" if path else rule_texts()[name].where
-                title = re.split(r"\W", _filled(where))[0] if kind is Recipe else "kind: sft"
-                places.setdefault((name, where), f"`{title}`")
+                first = re.split(r"\W", where)[0] if kind is Recipe else "kind: sft"
+                places.setdefault((name, where), f"`{first}`" if first else "Several sections")
     plans = {"cannot run": {**IMPOSSIBLE, **START_RULES}, **UNWISE}
     of_plans = {name: f"Plan: {title}" for title, of_title in plans.items() for name in of_title}
     of_sections = {name for name, _ in places}

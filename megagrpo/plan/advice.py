@@ -91,9 +91,9 @@ def _too_little_memory(plan: Plan) -> Iterator[Values]:
         lowered = next((part for part in held.largest if part.lowered_by), largest)
         sizes = {"bytes": held.bytes, "most": largest.bytes, "card": plan.card_bytes}
         sizes["too_much"] = held.bytes - plan.card_bytes
-        names = {"kind": kind, "phase": held.phase, "part": largest.name, "fields": ", ".join(lowered.lowered_by)}
-        of_part = "" if lowered is largest else f" ({lowered.name})"
-        yield {**names, "of_part": of_part, **{name: byte_text(size) for name, size in sizes.items()}}
+        fields = ", ".join(lowered.lowered_by) + ("" if lowered is largest else f" ({lowered.name})")
+        names = {"kind": kind, "phase": held.phase, "part": largest.name, "fields": fields}
+        yield {**names, **{name: byte_text(size) for name, size in sizes.items()}}
 
 
 IMPOSSIBLE: Rules[Plan] = {
@@ -167,7 +167,7 @@ LAYOUT_RULES: Rules[Plan] = {
     "waiting_stages": lambda p: (
         p.time
         and p.time.pipeline_bubble > BUBBLE_MAX
-        and {"most": BUBBLE_MAX, "interleave": "virtual_pipeline: 2, " if p.layout.virtual_pipeline == 1 else ""}
+        and {"most": BUBBLE_MAX, "less": "virtual_pipeline: 2, less" if p.layout.virtual_pipeline == 1 else "less"}
     ),
     "few_sequences_for_data_ranks": lambda p: (
         p.layout.data > 1
@@ -219,11 +219,11 @@ def _waiting(plan: Plan) -> object:
         return None
     generating = plan.time.of("rollout") / plan.time.phase_seconds
     waiting, idle = (scheduled.trainer_waits, scheduled.engines_idle) if scheduled else (generating, 1 - generating)
-    under = f" under {scheduled.name}" if scheduled else ""
+    time = f"time under {scheduled.name}" if scheduled else "time"
     if (share := (ranks * waiting + used * idle) / (ranks + used)) <= IDLE_MAX:
         return None
     fixes = ", or ".join([*_less_waiting(recipe), "another split (--search)"])
-    return {"ranks": ranks, "used": used, "under": under, "most": IDLE_MAX, "share": share, "fixes": fixes}
+    return {"ranks": ranks, "used": used, "time": time, "most": IDLE_MAX, "share": share, "fixes": fixes}
 
 
 def _less_waiting(recipe: Recipe) -> Iterator[str]:
@@ -334,7 +334,8 @@ def _no_room_for_checkpoints(case: Case) -> object:
     keep, best = case.recipe.checkpoint.keep_last, case.recipe.checkpoint.keep_best is not None
     directory, size = checkpoint_directory(case.recipe), checkpoint_bytes(case)
     saved = len(list(directory.glob("step_*"))) if directory.is_dir() else 0
-    return _no_room(directory, max(1, keep + best + 1 - saved) * size, size, best=", the best" if best else "")
+    checkpoints = "checkpoints, the best" if best else "checkpoints"
+    return _no_room(directory, max(1, keep + best + 1 - saved) * size, size, checkpoints=checkpoints)
 
 
 def _no_room_for_batches(case: Case) -> object:
