@@ -57,13 +57,18 @@ mapping of the recipe's); an iterator, or a list of mappings, has one mapping fo
 """
 
 
+def table_beside(module: str, name: str) -> Any:
+    """Reads a YAML file of the package, which lies beside the file of a module."""
+    import yaml  # a recipe without a broken rule needs none
+
+    text = Path(module).with_name(name).read_text(encoding="utf-8")
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
 @cache
 def rule_texts() -> dict[str, Problem]:
     """Reads rules.yaml: each rule's problem by its name, of templates in which {path} stands for a value."""
-    import yaml  # only for a broken rule
-
-    text = Path(__file__).with_name("rules.yaml").read_text(encoding="utf-8")
-    rows: dict[str, dict[str, str]] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    rows: dict[str, dict[str, str]] = table_beside(__file__, "rules.yaml")
     return {name: Problem(*next(iter(row.items())), row["needed"], row["fix"]) for name, row in rows.items()}
 
 

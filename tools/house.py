@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -31,20 +31,20 @@ class Limits:
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
     ("weights",): 6_195,
-    ("megatron",): 3_732,
+    ("megatron",): 3_730,
     ("layout", "batching", "algorithm"): 2_758,
     ("checkpoint", "convert"): 2_248,
     ("rollout",): 3_307,
     ("cluster",): 3_348,
     ("trainer", "evaluation"): 4_241,
-    ("recipe", "preflight", "doctor"): 5_439,
-    ("plan",): 4_988,
+    ("recipe", "preflight", "doctor"): 5_437,
+    ("plan",): 4_981,
     ("data",): 2_694,
     ("reward",): 7_663,
     ("agents",): 4_887,
-    ("track", "report"): 4_707,
-    ("importing",): 2_913,
-    ("commands", "processes", ""): 2_537,
+    ("track", "report"): 4_701,
+    ("importing",): 2_914,
+    ("commands", "processes", ""): 2_542,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
@@ -118,7 +118,7 @@ def function_problems(repository: Path) -> list[str]:
     return problems
 
 
-def walk_problems(repository: Path, title: str, most: int, nouns_most: int) -> list[str]:
+def walk_problems(repository: Path, title: str, most: int, nouns_most: int, classes: Collection[str]) -> list[str]:
     """Prints a line about a walk: its nouns, and the numbered list below its heading. What is wrong with it."""
     page = "docs/architecture.md"
     text = (repository / page).read_text(encoding="utf-8")
@@ -128,9 +128,8 @@ def walk_problems(repository: Path, title: str, most: int, nouns_most: int) -> l
     files, nouns = ITEM.findall(section[2]), set(NOUN.findall(section[2]))
     print(f"{title}: {len(files)} files, {len(nouns)} nouns")
     problems = [f"{page}: {title}: no file {file}" for file in files if not (repository / file).is_file()]
-    package = "".join(path.read_text(encoding="utf-8") for path in sorted((repository / "megagrpo").rglob("*.py")))
-    classes = {noun for noun in nouns if noun[:1].isupper()}
-    problems += [f"{page}: {title}: no class {name}" for name in sorted(classes - set(CLASS.findall(package)))]
+    absent = sorted(noun for noun in nouns if noun[:1].isupper() and noun not in classes)
+    problems += [f"{page}: {title}: no class {name}" for name in absent]
     if not files:
         problems.append(f"{page}: {title}: no numbered list of files, each in backquotes")
     if len(set(files)) < len(files):
@@ -147,8 +146,10 @@ def house_problems(repository: Path, budgets: Mapping[tuple[str, ...], int] = BU
     for name, limits in FOLDERS.items():
         problems += folder_problems(repository, name, limits)
     problems += budget_problems(repository, budgets) + function_problems(repository)
+    package = (path.read_text(encoding="utf-8") for path in (repository / "megagrpo").rglob("*.py"))
+    classes = {name for text in package for name in CLASS.findall(text)}
     for title, (files, nouns) in WALKS.items():
-        problems += walk_problems(repository, title, files, nouns)
+        problems += walk_problems(repository, title, files, nouns, classes)
     return problems
 
 

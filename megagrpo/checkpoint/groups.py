@@ -52,6 +52,7 @@ NEEDED = "a whole file of groups, as this version writes them"
 FIX = "restore the file, or make it again"
 PACKED = {"extra_info": "extra_info", "messages": "a message", "events": "an event"}
 """Fields whose values are written as in typed_json, and their names in errors."""
+BASELINE = ("baseline", "baseline_score")
 PENDING = "pending.safetensors"
 """In a checkpoint's rank directory."""
 
@@ -69,7 +70,6 @@ def _json_type(*kinds: type, without: Collection[str] = (), **others: Any) -> An
     return msgspec.defstruct(f"{kinds[0].__name__}Json", described, kw_only=True)
 
 
-BASELINE = ("baseline", "baseline_score")
 AgentJson: Any = _json_type(AgentRun, branches=Index)
 SampleJson: Any = _json_type(Sample, without=("prompt_id", *FIELDS[""]), index=Index, agent=AgentJson | None)
 ScoreJson: Any = _json_type(Score)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-import yaml
 from packaging.requirements import Requirement
 
 from megagrpo.plan.units import byte_text
@@ -31,6 +30,7 @@ from megagrpo.recipe.schema.train import COMPILED
 from megagrpo.reward.sandbox.programs import search
 from megagrpo.reward.sandbox.sandbox import Kind
 from megagrpo.rollout.sglang.arguments import sglang_problems
+from megagrpo.section import table_beside
 from megagrpo.track.trackers import TRACKERS
 
 State = Literal["ok", "absent", "doubtful", "wrong"]
@@ -67,7 +67,7 @@ class Finding:
 @cache
 def remedies() -> dict[str, Any]:
     """Reads remedies.yaml."""
-    read: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("remedies.yaml").read_text(encoding="utf-8"))
+    read: dict[str, Any] = table_beside(__file__, "remedies.yaml")
     return read
 
 

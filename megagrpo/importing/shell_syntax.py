@@ -123,9 +123,10 @@ def _tree(source: bytes, line: int) -> Node | int:
         return time.thread_time() > end
 
     with suppress(ValueError):
-        parse = Parser(BASH, included_ranges=[place]).parse
-        if parse(lambda at, _: source[at : at + CHUNK_BYTES], progress_callback=is_late):
-            return Parser(BASH, included_ranges=[place]).parse(source).root_node
+        parser = Parser(BASH, included_ranges=[place])
+        tree = parser.parse(lambda at, _: source[at : at + CHUNK_BYTES], progress_callback=is_late)
+        if tree:
+            return tree.root_node
     return reached
 
 

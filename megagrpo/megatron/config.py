@@ -9,12 +9,10 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
 import torch.nn.functional as F
-import yaml
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -24,6 +22,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.kernels import LayerSpec, attention_of, installed, layers_on
 from megagrpo.recipe.schema import TrainConfig
 from megagrpo.recipe.schema.train import ALL_LAYERS, Recomputed
+from megagrpo.section import table_beside
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.megatron_rank import config_fields
 
@@ -179,8 +178,7 @@ def _of_machine(spec: LayerSpec, device: str, arch: Architecture, dtype: torch.d
 
 def _options() -> tuple[dict[str, str], dict[str, tuple[list[Any], str]]]:
     """Reads options.yaml: by field, the recipe's key that decides it, and the values that it may have with a reason."""
-    text = Path(__file__).with_name("options.yaml").read_text(encoding="utf-8")
-    table = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    table = table_beside(__file__, "options.yaml")
     owned = {name: key for key, names in table["owned"].items() for name in names}
     allowed = {name: (values, why) for why, rows in table["allowed"].items() for name, values in rows.items()}
     return owned | {name: f"train.layout.{key}" for name, key in LAYOUT.items()}, allowed

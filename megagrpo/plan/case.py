@@ -7,9 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
-from pathlib import Path
-
-import yaml
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, rank_grid
@@ -17,6 +14,7 @@ from megagrpo.plan.assumptions import Assumptions, Lengths, lengths_of
 from megagrpo.recipe.defaults import DevicePlan, dtype_name, plan_devices, train_config
 from megagrpo.recipe.kernels import Capability, Installed, attention_of, layers_on
 from megagrpo.recipe.schema import AnyRecipe, Recipe
+from megagrpo.section import table_beside
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Architecture
 
@@ -53,12 +51,7 @@ def _gpu(name: str, gib: float, teraflops: float, memory_gb: float, node_gb: flo
     return Gpu(name, memory, teraflops * 1e12, memory_gb * 1e9, node_gb * 1e9, divmod(sm, 10), sheet)
 
 
-GPUS: Mapping[str, Gpu] = {
-    name: _gpu(name, *row)
-    for name, row in yaml.load(
-        Path(__file__).with_name("gpus.yaml").read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    ).items()
-}
+GPUS: Mapping[str, Gpu] = {name: _gpu(name, *row) for name, row in table_beside(__file__, "gpus.yaml").items()}
 A_CPU = Machines(
     Gpu("CPU", 16 * 2**30, 1e11, 2e10, 5e9, (0, 0), "placeholders, for calibration by a run to scale"), 8, 1e9
 )

@@ -295,12 +295,12 @@ def _engines_of(run: _Run, fitting: Sequence[_Candidate]) -> Iterator[Values]:
                     apart = {**values, **engine, "train.layout.data": fewer, "train.recompute": recompute}
                     yield placed(recipe, apart, colocated=False)
     if fitting and plan_devices(recipe, "cuda").bundles == gpus:
-        as_it_is: dict[str, Any] = {}
+        as_it_is, shared = dict[str, Any](), beside_ranks(recipe)
         for path in fitting[0].values:
             value: Any = recipe
             for key in path.split("."):
                 value = getattr(value, key, None)  # None: an argument of an engine that is not given
-            if value is not None or path not in beside_ranks(recipe):
+            if value is not None or path not in shared:
                 as_it_is[path] = value
         yield as_it_is
 

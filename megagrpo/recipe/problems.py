@@ -10,16 +10,14 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import annotated_types
-import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megagrpo.errors import Problem, brief, listed
-from megagrpo.section import ByName, Section
+from megagrpo.section import ByName, Section, table_beside
 
 LONGEST_VALUE = 60
 PROBLEMS_MAX = 100
@@ -33,7 +31,7 @@ UNIONS = (typing.Union, types.UnionType)
 @cache
 def moved() -> dict[str, str]:
     """Reads moved.yaml: what replaces keys, and values of keys, of earlier versions and of verl."""
-    read: dict[str, str] = yaml.safe_load(Path(__file__).with_name("moved.yaml").read_text(encoding="utf-8"))
+    read: dict[str, str] = table_beside(__file__, "moved.yaml")
     return read
 
 

@@ -16,15 +16,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from megagrpo.plan.units import byte_text, second_text
 from megagrpo.report.rules import HELD_OUT, RULES, firings
 from megagrpo.report.run import RunRead, Start, starts_of
+from megagrpo.section import table_beside
 from megagrpo.track.jsonl import PLAN_FILE, finite, leaves, read_json
 from megagrpo.track.metrics import metric_of
 
@@ -108,8 +107,7 @@ MEMORY = "memory/allocated_max/"
 @cache
 def curves() -> Mapping[str, Sequence[Mapping[str, Any]]]:
     """Reads the charts of curves.yaml by part, as a page's script gets them."""
-    text = Path(__file__).with_name("curves.yaml").read_text(encoding="utf-8")
-    return {part: [CHART | row for row in rows] for part, rows in yaml.safe_load(text).items()}
+    return {part: [CHART | row for row in rows] for part, rows in table_beside(__file__, "curves.yaml").items()}
 
 
 def curve_parts(runs: Sequence[RunRead]) -> list[Part]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import yaml
 
 from megagrpo.recipe.schema.rollout import AlertName
+from megagrpo.section import table_beside
 
 Series = Mapping[str, np.ndarray]
 """Metrics by name: float64 [steps], NaN where a step has no such metric."""
@@ -160,7 +159,7 @@ HOLDS: dict[AlertName, Callable[[Series], np.ndarray]] = {
 
 
 def _rules() -> dict[AlertName, Rule]:
-    rows = yaml.safe_load(Path(__file__).with_name("rules.yaml").read_text(encoding="utf-8"))
+    rows = table_beside(__file__, "rules.yaml")
     rules = {}
     for name, holds in HOLDS.items():
         row = rows[name] | {"reads": tuple(rows[name]["reads"]), "meaning": rows[name]["meaning"].format(**globals())}

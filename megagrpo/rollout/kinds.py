@@ -104,7 +104,7 @@ class EngineKind:
         raise NotImplementedError
 
     def served_model(self, url: str, api_key: str) -> Mapping[str, Any]:
-        """Asks the server at `url` about its model and weights, for kinds that the run doesn't start. Raises
+        """Asks the server at `url` about its model and weights, for kinds that the run does not start. Raises
         EngineError if no server of this kind answers."""
         raise NotImplementedError
 
@@ -126,7 +126,7 @@ class Transformers(EngineKind):
 
 
 class External(EngineKind):
-    """SGLang servers that run already. The recipe doesn't know their options."""
+    """SGLang servers that run already. The recipe does not know their options."""
 
     started_by_us = False
     streams = splits = experts_need_gpus = reads_files = True

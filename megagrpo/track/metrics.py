@@ -10,12 +10,10 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from megagrpo.errors import MachineError, Problem
+from megagrpo.section import table_beside
 
 if TYPE_CHECKING:
     from prometheus_client import Gauge
@@ -40,8 +38,7 @@ class Metric:
 @cache
 def documented() -> tuple[Metric, ...]:
     """Reads the table."""
-    text = Path(__file__).with_name("metrics.yaml").read_text(encoding="utf-8")
-    return tuple(Metric(*row) for row in yaml.safe_load(text))
+    return tuple(Metric(*row) for row in table_beside(__file__, "metrics.yaml"))
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
