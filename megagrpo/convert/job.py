@@ -25,7 +25,7 @@ from megagrpo.checkpoint.torch_dist import Chunk
 from megagrpo.convert.source import CONFIG, Source
 from megagrpo.errors import CheckpointError, ModelError, Problem, UnusableCheckpointError
 from megagrpo.progress import progress
-from megagrpo.weights.families.architecture import Tensor
+from megagrpo.weights.families.parts.part import Tensor
 from megagrpo.weights.files import publish, sync_directories
 
 FORMAT = 3

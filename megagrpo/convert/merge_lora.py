@@ -32,7 +32,7 @@ from megagrpo.convert.targets import HuggingFaceTarget
 from megagrpo.errors import ModelError, Problem, UnusableCheckpointError, brief, first_line
 from megagrpo.recipe.schema import LoraConfig
 from megagrpo.weights.boxes import Box, Placement
-from megagrpo.weights.families.architecture import Tensor
+from megagrpo.weights.families.parts.part import Tensor
 from megagrpo.weights.families.reading import read_json
 from megagrpo.weights.files.adapters import PREFIX, SUFFIX_A, SUFFIX_B, key_a, key_b, merged
 from megagrpo.weights.files.export import ADAPTER_CONFIG, ADAPTER_WEIGHTS

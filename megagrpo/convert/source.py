@@ -18,7 +18,8 @@ from megagrpo.errors import ModelError, Problem, UnusableCheckpointError, brief
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement
 from megagrpo.weights.coverage import check_sources
 from megagrpo.weights.families import read_architecture, refuse_adapter, tensors_of
-from megagrpo.weights.families.architecture import Architecture, Tensor
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.parts.part import Tensor
 from megagrpo.weights.files.loading import ModelFiles
 from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.views import box_view, torch_dtype

@@ -12,7 +12,7 @@ from megagrpo.convert.job import Advance
 from megagrpo.convert.source import CONFIG, Source, open_source
 from megagrpo.progress import progress
 from megagrpo.weights.boxes import ITEM_BYTES
-from megagrpo.weights.families.architecture import Tensor
+from megagrpo.weights.families.parts.part import Tensor
 from megagrpo.weights.views import torch_dtype
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megagrpo.weights.families.architecture import Rope
+from megagrpo.weights.families.parts.attention import Rope
 
 
 @dataclass(kw_only=True)

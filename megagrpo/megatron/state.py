@@ -37,7 +37,7 @@ from megagrpo.errors import CheckpointError, Problem
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.model import named_tensors, unwrapped
 from megagrpo.weights.boxes import Box, Fill, Manifest, Placement
-from megagrpo.weights.families.architecture import Tensor
+from megagrpo.weights.families.parts.part import Tensor
 
 FORMAT = 1
 REFERENCE = "reference"

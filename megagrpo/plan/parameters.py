@@ -19,7 +19,8 @@ from megagrpo.recipe.schema import LoraConfig
 from megagrpo.weights.blocks import BLOCK, QUANTIZED, lacking_manifest, quantized_shapes
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import tensors_of
-from megagrpo.weights.families.architecture import Architecture, Tensor
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.parts.part import Tensor
 from megagrpo.weights.files.adapters import adapted_linears
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 

@@ -24,7 +24,8 @@ from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.boxes import Box, Manifest, Place, Placement, Storage, Topology, classes_of
 from megagrpo.weights.coverage import as_slice, uncovered
 from megagrpo.weights.families import tensors_of
-from megagrpo.weights.families.architecture import Architecture, Role
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.parts.part import Role
 from megagrpo.weights.plan import WeightPlan, make_plan
 
 BLOCK = 128

@@ -11,7 +11,7 @@ import numpy as np
 
 from megagrpo.errors import Problem, WeightPlanError
 from megagrpo.weights.boxes import Box, Manifest, Placement
-from megagrpo.weights.families.architecture import Tensor
+from megagrpo.weights.families.parts.part import Tensor
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:

@@ -6,14 +6,16 @@ to FAMILIES. docs/families.md describes what a new kind of layer needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
 from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.families import deepseek_v3, llama_like
-from megagrpo.weights.families.architecture import Architecture, Tensor, decoder_tensors
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.parts.part import Tensor
 from megagrpo.weights.families.reading import read_json
 
 
@@ -29,16 +31,17 @@ class SglangClass:
     """The attention modules of a layer that get scales of float8 keys and values in a quantised model."""
     least_experts: Literal["one", "tensor", "tensor / expert"] = "one"
     """The parallel sizes that give the least number of experts."""
-    ignores_variants: bool = False
-    """No support of tied embeddings, of a scaled rotary embedding, or of a head_dim other than hidden / heads."""
+    refuses: Callable[[Architecture], Iterable[Problem]] = lambda arch: ()
+    """The config values that the class ignores."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family: `architecture_of` reads a config.json (as a dict), `tensors_of` lists the tensors of its checkpoint."""
+    """A family: a reader of its config.json (as a dict), names in its checkpoints, and SGLang's class."""
 
     architecture_of: Callable[[Mapping[str, Any]], Architecture]
-    tensors_of: Callable[[Architecture], tuple[Tensor, ...]] = decoder_tensors
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Parts of the names of Architecture.tensors that are others in published files, on all sides."""
     sglang: SglangClass = SglangClass()
 
 
@@ -50,7 +53,9 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(llama_like.llama, sglang=SglangClass(head_on_every_stage=True)),
     "mistral": Family(llama_like.mistral, sglang=SglangClass(head_on_every_stage=True)),
     "mixtral": Family(
-        llama_like.mixtral, llama_like.mixtral_tensors, SglangClass(head_on_every_stage=True, ignores_variants=True)
+        llama_like.mixtral,
+        llama_like.MIXTRAL_NAMES,
+        SglangClass(head_on_every_stage=True, refuses=llama_like.ignored_by_sglangs_mixtral),
     ),
     "qwen2": Family(llama_like.qwen2),
     "qwen3": Family(llama_like.qwen3, sglang=SglangClass(attention_groups=True, attentions=())),
@@ -74,8 +79,11 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
 
 
 def tensors_of(arch: Architecture) -> tuple[Tensor, ...]:
-    """Returns all tensors of the model's checkpoint: keys, shapes [out, in] or [n], and roles."""
-    return FAMILIES[arch.family].tensors_of(arch)
+    """Returns all tensors of the model: names as in published files, shapes [out, in] or [n], and roles."""
+    return tuple(
+        replace(tensor, name=reduce(lambda name, pair: name.replace(*pair), FAMILIES[arch.family].renamed, tensor.name))
+        for tensor in arch.tensors()
+    )
 
 
 def read_architecture(directory: str | Path) -> Architecture:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, SigmoidRouter
+from megagrpo.weights.families.architecture import Architecture, Layer
+from megagrpo.weights.families.parts.experts import Experts, SigmoidRouter
+from megagrpo.weights.families.parts.latent_attention import NORM_EPSILON, LatentAttention
 from megagrpo.weights.families.reading import EXPERTS_MAX, ConfigReader
-
-NORM_EPSILON = 1e-6
-"""The epsilon of the norms inside latent attention. rms_norm_eps does not change it (transformers, DeepSeek's code)."""
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
@@ -28,14 +27,27 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     heads = read.integer("num_attention_heads")
     if config.get("num_key_value_heads") not in (None, heads):
         read.refuse("num_key_value_heads", config["num_key_value_heads"], f"num_attention_heads = {heads}")
-    latent = LatentAttention(
+    attention = LatentAttention(
+        hidden=read.hidden,
+        heads=heads,
         query_rank=None if config.get("q_lora_rank") is None else read.integer("q_lora_rank"),
         key_value_rank=read.integer("kv_lora_rank"),
         plain_dim=read.integer("qk_nope_head_dim"),
         rotary_dim=read.integer("qk_rope_head_dim"),
         value_dim=read.integer("v_head_dim"),
+        rope=read.rope("yarn"),
     )
-    return read.architecture(latent=latent, experts=_read_experts(read))
+    experts, dense = _read_experts(read), _dense_layers(read)
+    mlp = read.mlp()
+    return read.model([Layer(attention, mlp if layer < dense else experts) for layer in range(read.layers)])
+
+
+def _dense_layers(read: ConfigReader) -> int:
+    layers, dense = read.layers, read.config.get("first_k_dense_replace", 3)
+    if isinstance(dense, int) and 0 <= dense < layers:
+        return dense
+    read.refuse("first_k_dense_replace", dense, f"a number of layers below num_hidden_layers = {layers}")
+    return 0
 
 
 def _read_experts(read: ConfigReader) -> Experts:
@@ -45,24 +57,22 @@ def _read_experts(read: ConfigReader) -> Experts:
             read.refuse(key, config[key], str(usual))
     if not read.flag("norm_topk_prob", default=True):
         read.refuse("norm_topk_prob", False, "true: weights of the chosen experts that add up to 1")
-    layers, dense = read.integer("num_hidden_layers"), config.get("first_k_dense_replace", 3)
-    if not isinstance(dense, int) or not 0 <= dense < layers:
-        read.refuse("first_k_dense_replace", dense, f"a number of layers below num_hidden_layers = {layers}")
-        dense = 0
     ffn = read.integer("moe_intermediate_size")
     count = read.integer("n_routed_experts", "num_local_experts", most=EXPERTS_MAX)
     per_token = read.integer("num_experts_per_tok")
     groups, groups_per_token = read.integer("n_group"), read.integer("topk_group")
     scale = read.number("routed_scaling_factor", config.get("routed_scaling_factor"))
     experts = Experts(
-        count=count,
+        hidden=read.hidden,
+        experts=count,
         per_token=per_token,
         ffn=ffn,
         normalize_top_k=True,
         router=SigmoidRouter(groups, groups_per_token, scale),
         shared_ffn=ffn * read.integer("n_shared_experts", most=EXPERTS_MAX),
-        dense_layers=dense,
     )
+    if per_token > count:
+        read.refuse("num_experts_per_tok", per_token, f"at most the number of experts, {count}")
     if per_token == 1:
         read.refuse("num_experts_per_tok", 1, "at least 2: Megatron does not normalize the weight of a single one")
     if groups != groups_per_token:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from megagrpo.errors import ModelError, Problem, brief, first_line, pointer_problem
-from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope, Yarn
+from megagrpo.weights.families.architecture import Architecture, Layer
+from megagrpo.weights.families.parts.attention import Attention, Rope, Yarn
+from megagrpo.weights.families.parts.experts import Experts
+from megagrpo.weights.families.parts.mlp import Mlp
 
 DTYPES = (None, "auto", "float32", "bfloat16", "float16", "float64")
 LAYERS_MAX, EXPERTS_MAX, NUMBER_MAX = 4096, 4096, 1e15
@@ -75,7 +78,7 @@ class _Config(dict[str, Any]):
 
 
 class ConfigReader:
-    """A reader of a config.json that collects refusals and missing values; `architecture` raises all as one ModelError.
+    """A reader of a config.json that collects refusals and missing values; `model` raises all as one ModelError.
 
     `defaults` are the values of absent keys in the family's config class in transformers. A null is not absent.
     """
@@ -181,50 +184,56 @@ class ConfigReader:
         )
         return Yarn(factor, positions, fast, slow, mscale, all_dim)
 
-    def architecture(
-        self,
-        *,
-        qkv_bias: bool = False,
-        qk_norm: bool = False,
-        experts: Experts | None = None,
-        latent: LatentAttention | None = None,
-    ) -> Architecture:
-        """Reads the numbers that all families share, and joins them with the parts that the family gives. Raises
-        ModelError with every problem found so far."""
-        hidden, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    @property
+    def hidden(self) -> int:
+        return self.integer("hidden_size")
+
+    @property
+    def layers(self) -> int:
+        return self.integer("num_hidden_layers", most=LAYERS_MAX)
+
+    def attention(self, *, bias: bool = False, norm: bool = False) -> Attention:
+        """Reads attention by query groups."""
+        hidden, heads = self.hidden, self.integer("num_attention_heads")
         groups = self.integer("num_key_value_heads", default=heads)
         if heads % groups:
             self.refuse("num_key_value_heads", groups, f"a divisor of num_attention_heads = {heads}")
-        head_dim = latent.plain_dim + latent.rotary_dim if latent else self.integer("head_dim", default=hidden // heads)
-        if latent is None and self.config.get("head_dim") is None and hidden % heads:
+        head_dim = self.integer("head_dim", default=hidden // heads)
+        if self.config.get("head_dim") is None and hidden % heads:
             self.refuse("head_dim", None, f"hidden_size = {hidden} does not divide by num_attention_heads = {heads}")
-        if experts is not None and experts.per_token > experts.count:
-            self.refuse("num_experts_per_tok", experts.per_token, f"at most the number of experts, {experts.count}")
+        return Attention(hidden, heads, groups, head_dim, self.rope(), bias, norm)
+
+    def mlp(self) -> Mlp:
+        return Mlp(self.hidden, self.integer("intermediate_size"))
+
+    def experts(self, *, ffn: str, normalize_top_k: bool) -> Experts:
+        """Reads experts with softmax scores. `ffn` is the key of the size of one."""
+        count = self.integer("num_local_experts", "num_experts", most=EXPERTS_MAX)
+        per_token = self.integer("num_experts_per_tok")
+        if per_token > count:
+            self.refuse("num_experts_per_tok", per_token, f"at most the number of experts, {count}")
+        return Experts(self.hidden, count, per_token, self.integer(ffn), normalize_top_k)
+
+    def model(self, layers: Sequence[Layer]) -> Architecture:
+        """Reads the numbers that layers share. Raises ModelError with every problem found so far."""
         self._refuse_what_no_family_has()
         architecture = Architecture(
             family=self.family,
-            layers=self.integer("num_hidden_layers", most=LAYERS_MAX),
-            hidden=hidden,
-            ffn=self.integer("intermediate_size"),
-            heads=heads,
-            query_groups=groups,
-            head_dim=head_dim,
+            hidden=self.hidden,
             vocab=self.integer("vocab_size"),
             max_positions=self.integer("max_position_embeddings"),
             norm_epsilon=self.number("rms_norm_eps", self.config.get("rms_norm_eps", 1e-6)),
             tied_embeddings=self.flag("tie_word_embeddings"),
-            qkv_bias=qkv_bias,
-            qk_norm=qk_norm,
-            rope=self.rope("llama3" if latent is None else "yarn"),
-            experts=experts,
-            latent=latent,
+            layers=tuple(layers),
         )
         for key, value in self.config.items():
             if not (key in self.config.known or value is None or value is False or HARMLESS.fullmatch(key)):
                 needed = "no key that this family does not know: remove it if the model is the same without"
                 self.refuse(key, value, needed)
         if self.problems:
-            raise ModelError(self.problems)
+            raise ModelError(list(dict.fromkeys(self.problems)))
         return architecture
 
     def _refuse_what_no_family_has(self) -> None:

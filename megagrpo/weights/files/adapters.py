@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from megagrpo.weights.boxes import Box, Fill, Manifest, Placement, Storage
 from megagrpo.weights.families import tensors_of
-from megagrpo.weights.families.architecture import Architecture, Role, Tensor
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.parts.part import Role, Tensor
 
 if TYPE_CHECKING:  # plans count adapters without torch
     import torch

@@ -23,7 +23,8 @@ import torch
 
 from megagrpo.errors import CheckpointError, Problem
 from megagrpo.weights.boxes import Manifest, Placement, Storage
-from megagrpo.weights.families.architecture import Architecture, Tensor
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.parts.part import Tensor
 from megagrpo.weights.files import publish
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.sides import checkpoint

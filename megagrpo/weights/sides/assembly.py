@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
-from megagrpo.errors import Problem
 from megagrpo.weights.boxes import Box, Fill, Manifest, Placement, Storage
 from megagrpo.weights.families import tensors_of
-from megagrpo.weights.families.architecture import Architecture, Role, Tensor
-
-Roles = Mapping[Role, Tensor]
-
-
-@dataclass(frozen=True)
-class LayerTensors:
-    """One layer: the tensors that it has once, and those of each expert in order (none in a dense layer)."""
-
-    roles: Roles
-    experts: tuple[Roles, ...]
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.parts.part import LayerTensors, Role, Roles, Rows, Tensor
 
 
 @dataclass(frozen=True)
@@ -33,10 +23,10 @@ class ModelTensors:
 
 @lru_cache(maxsize=4)
 def tensors_by_role(arch: Architecture) -> ModelTensors:
-    """Returns `tensors_of(arch)` by role. Cached: every rank asks for them, and a large model has 100,000 tensors."""
+    """Returns the model's tensors by role. Cached: every rank asks for them, and a large model has 100,000 tensors."""
     model: dict[Role, Tensor] = {}
-    layers: list[dict[Role, Tensor]] = [{} for _ in range(arch.layers)]
-    experts: list[dict[int, dict[Role, Tensor]]] = [defaultdict(dict) for _ in range(arch.layers)]
+    layers: list[dict[Role, Tensor]] = [{} for _ in arch.layers]
+    experts: list[dict[int, dict[Role, Tensor]]] = [defaultdict(dict) for _ in arch.layers]
     for tensor in tensors_of(arch):
         if tensor.layer is None:
             model[tensor.role] = tensor
@@ -46,30 +36,6 @@ def tensors_by_role(arch: Architecture) -> ModelTensors:
             experts[tensor.layer][tensor.expert][tensor.role] = tensor
     sorted_experts = (tuple(layer[index] for index in sorted(layer)) for layer in experts)
     return ModelTensors(model, tuple(map(LayerTensors, layers, sorted_experts)))
-
-
-@lru_cache(maxsize=4)
-def _roles_of(arch: Architecture) -> frozenset[Role]:
-    """Returns all roles of the model. The layers up to the first one with experts have them all."""
-    layers = 1 + (arch.experts.dense_layers if arch.experts else 0)
-    return frozenset(tensor.role for tensor in tensors_of(replace(arch, layers=min(layers, arch.layers))))
-
-
-def role_problems(arch: Architecture, held: frozenset[Role], side: str) -> list[Problem]:
-    """Returns a problem for each role of the model's tensors that a side does not place."""
-    return [
-        Problem(f"{arch.family} on {side}", f"tensors of the role {role}", "a model without them")
-        for role in sorted(_roles_of(arch) - held)
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """`count` consecutive rows (axis 0) of a checkpoint tensor, from row `start`. Padding, where `tensor` is None."""
-
-    tensor: Tensor | None
-    start: int
-    count: int
 
 
 def all_rows(tensor: Tensor) -> Rows:

@@ -103,7 +103,7 @@ def manifests(directory: str | Path, arch: Architecture | None = None) -> tuple[
             f"{directory}: {name}", "a tensor that no part of the model takes", NOTHING_UNUSED, "correct config.json"
         )
         for name in sorted(unknown)
-        if name.rpartition(".")[0] in modules or _layer_of(name) in range(arch.layers)
+        if name.rpartition(".")[0] in modules or _layer_of(name) in range(len(arch.layers))
     ]
     if left := problems[PROBLEMS_MAX:]:
         problems[PROBLEMS_MAX:] = [

@@ -1,0 +1,1 @@
+"""The parts of layers: attention, latent attention, MLPs, experts, norms."""

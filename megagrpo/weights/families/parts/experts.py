@@ -1,0 +1,160 @@
+"""Mixtures of experts: a router, routed experts, and shared experts that every token passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megagrpo.weights.families.parts.mlp import Mlp
+from megagrpo.weights.families.parts.part import Divided, LayerTensors, LayerWork, Pass, Tensor, Unmet
+
+if TYPE_CHECKING:
+    from megagrpo.weights.sides.megatron_rank import LayerOnRank
+    from megagrpo.weights.sides.sglang import EngineSizes, LayerOnEngine
+
+ROUTER_BYTES = 10
+"""For each token and expert on a training rank: float32 scores and probabilities, and two maps of bool."""
+DISPATCH_BYTES = 24
+"""For each token that goes to an expert: indices (int64) there and back, and its probability in float32."""
+
+
+@dataclass(frozen=True)
+class SigmoidRouter:
+    """Routing as in DeepSeek-V3 (arXiv:2412.19437): sigmoid scores, and a bias that only the choice of experts sees.
+
+    A token chooses among the experts of its best `groups_per_token` of `groups` groups. `scale` multiplies the weights.
+    """
+
+    groups: int
+    groups_per_token: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Experts:
+    """`experts` gated MLPs of `ffn` columns, of which a token passes `per_token`. `router` is None for softmax scores.
+
+    `shared_ffn` is the total size of the experts that every token passes.
+    """
+
+    hidden: int
+    experts: int
+    per_token: int
+    ffn: int
+    normalize_top_k: bool
+    router: SigmoidRouter | None = None
+    shared_ffn: int = 0
+
+    recomputed_as = "moe"
+    holds_norm = None
+
+    @property
+    def recomputes(self) -> frozenset[str]:
+        return frozenset(["moe", "moe_act", *(["shared_experts"] if self.shared_ffn else [])])
+
+    def tensors(self, prefix: str, layer: int) -> Iterator[Tensor]:
+        at, shape, down = prefix + "mlp.", (self.ffn, self.hidden), (self.hidden, self.ffn)
+        yield Tensor(at + "gate.weight", (self.experts, self.hidden), "router", layer)
+        if self.router is not None:
+            yield Tensor(at + "gate.e_score_correction_bias", (self.experts,), "router_bias", layer)
+        for expert in range(self.experts):
+            of_expert = f"{at}experts.{expert}."
+            yield Tensor(of_expert + "gate_proj.weight", shape, "expert_gate", layer, expert)
+            yield Tensor(of_expert + "up_proj.weight", shape, "expert_up", layer, expert)
+            yield Tensor(of_expert + "down_proj.weight", down, "expert_down", layer, expert)
+        if ffn := self.shared_ffn:
+            yield Tensor(at + "shared_experts.gate_proj.weight", (ffn, self.hidden), "shared_gate", layer)
+            yield Tensor(at + "shared_experts.up_proj.weight", (ffn, self.hidden), "shared_up", layer)
+            yield Tensor(at + "shared_experts.down_proj.weight", (self.hidden, ffn), "shared_down", layer)
+
+    # --- Megatron -----------------------------------------------------------------------------------------------------
+
+    def fields(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "num_moe_experts": self.experts,
+            "moe_router_topk": self.per_token,
+            "moe_ffn_hidden_size": self.ffn,
+            # Softmax over the chosen experts is softmax over all of them, normalised over the chosen.
+            "moe_router_pre_softmax": not self.normalize_top_k,
+            **({"moe_shared_expert_intermediate_size": self.shared_ffn} if self.shared_ffn else {}),
+        }
+        if (router := self.router) is not None:
+            fields |= {
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+                "moe_router_topk_scaling_factor": router.scale,
+            }
+        return fields
+
+    def on_megatron(self, rank: LayerOnRank, of: LayerTensors) -> None:
+        roles = of.roles
+        rank.whole("mlp.router.weight", roles["router"])
+        if self.router is not None:
+            rank.whole("mlp.router.expert_bias", roles["router_bias"])
+        if self.shared_ffn:
+            rank.rows("mlp.shared_experts.linear_fc1.weight", roles["shared_gate"], roles["shared_up"])
+            rank.columns("mlp.shared_experts.linear_fc2.weight", roles["shared_down"])
+        rank.experts(of.experts, {"linear_fc1": ("expert_gate", "expert_up")}, {"linear_fc2": "expert_down"})
+
+    def divided(self) -> list[Divided]:
+        return [
+            Divided("expert", "experts in a layer", self.experts),
+            Divided("expert_tensor", "columns in each expert (moe_intermediate_size)", self.ffn),
+            Divided("tensor", "columns of the shared experts", self.shared_ffn),
+        ]
+
+    # --- SGLang -------------------------------------------------------------------------------------------------------
+
+    def on_sglang(self, rank: LayerOnEngine, of: LayerTensors) -> None:
+        """Adds the whole router, the experts of this rank, and its part of the shared experts."""
+        roles = of.roles
+        rank.whole(roles["router"])
+        if self.router is not None:
+            rank.whole(roles["router_bias"])
+        rank.experts(roles["router"], of.experts, self.ffn)
+        if self.shared_ffn:
+            # SGLang pads the size of one expert and multiplies it by the number of shared experts.
+            padded = rank.padded(self.ffn) * (self.shared_ffn // self.ffn)
+            rank.mlp(roles["shared_gate"], roles["shared_up"], roles["shared_down"], padded)
+
+    def unmet_on_sglang(self, sizes: EngineSizes, device: str) -> Iterator[Unmet]:
+        shared = 0 if device == "cpu" else self.shared_ffn  # on CPUs SGLang pads it
+        rules = {
+            "experts": (self.experts, sizes.expert),
+            "expert ffn": (self.ffn, sizes.tensor // sizes.expert),
+            "shared experts' ffn": (shared, sizes.tensor),
+        }
+        for what, (size, ranks) in rules.items():
+            if size % ranks:
+                yield Unmet(f"{what}: {size}", f"a multiple of {ranks}")
+
+    # --- costs --------------------------------------------------------------------------------------------------------
+
+    def work(self) -> LayerWork:
+        shared = 6.0 * self.hidden * self.shared_ffn
+        return LayerWork(
+            mlp=shared + 2.0 * self.hidden * self.experts,
+            experts=6.0 * self.hidden * self.per_token * self.ffn,
+            shared=shared,
+        )
+
+    def tokens(self, its: Pass) -> int:
+        """Returns the tokens that pass one rank's experts. Ranks that share an expert's matrices pool their tokens."""
+        return int(its.tokens_of_rank * self.per_token * its.layout.expert_tensor * its.expert_imbalance)
+
+    def kept_bytes(self, its: Pass) -> int:
+        """Returns the bytes of router and dispatch for this rank's tokens, of experts here, and of shared experts."""
+        held = its.tokens_of_rank * (self.experts * ROUTER_BYTES + self.per_token * DISPATCH_BYTES)
+        tensors = (6 if its.device == "cpu" else 3) - ("moe_act" in its.modules)
+        columns = self.hidden + tensors * self.ffn // its.layout.expert_tensor
+        shared = 0 if "shared_experts" in its.modules else Mlp(self.hidden, self.shared_ffn).kept_bytes(its)
+        return held + self.tokens(its) * columns * its.element_bytes + shared
+
+    def widest(self, its: Pass) -> tuple[int, int]:
+        return self.tokens(its), self.ffn // its.layout.expert_tensor
+
+    def forward_bytes(self, its: Pass) -> int:
+        """Returns the bytes of tokens on their way to the experts and back, in the order of either side."""
+        gathered = its.gathered_bytes if its.layout.tensor > 1 else 0
+        return gathered + 4 * self.tokens(its) * self.hidden * its.element_bytes
