@@ -212,7 +212,7 @@ class LayerOnEngine:
         """Adds this rank's part of an MLP. `ffn` is the size of the whole MLP with padding."""
         tensor = self.layout.tensor
         rows = [part for matrix in (gate, up) for part in padded_shard(matrix, ffn, self.rank, tensor)]
-        self.rows(rows, ("gate_proj", "gate_up_proj"))
+        self.builder.rows(gate.name.replace("gate_proj", "gate_up_proj"), rows, gate.shape[1:])
         self.builder.columns(down.name, down, self.rank, tensor, ffn)
 
     def experts(self, router: Tensor, experts: Sequence[Roles], ffn: int) -> None:
