@@ -404,7 +404,7 @@ def _ways(arch: Architecture) -> list[list[tuple[Chunk, ...]]]:
     for spec, renamed in ((TE_SPEC, dict[str, str]()), (LOCAL_SPEC, LOCAL_NORMS)):
         held = spec.manifest(arch, layout, rank, "float32")
         apart = tuple(_chunks(held, renamed, 0))
-        ways.append([tuple(_chunks(held, renamed, arch.layers)), apart] if _alike(apart) else [apart])
+        ways.append([tuple(_chunks(held, renamed, len(arch.layers))), apart] if _alike(apart) else [apart])
     return ways
 
 

@@ -189,14 +189,13 @@ def _arguments(arch: Architecture) -> dict[str, Any]:
 
     The number of rows of the embedding is left out: Megatron-LM pads it to its own layout and loads either size.
     """
+    fields = config_fields(arch)
     arguments: dict[str, Any] = FIXED | {
-        "group_query_attention": arch.query_groups != arch.heads,
+        "group_query_attention": fields["num_query_groups"] != fields["num_attention_heads"],
         "max_position_embeddings": arch.max_positions,
         "untie_embeddings_and_output_weights": not arch.tied_embeddings,
         "rotary_base": int(arch.rope.theta),
         "use_rope_scaling": arch.rope.factor is not None,
         **({} if arch.rope.factor is None else {"rope_scaling_factor": arch.rope.factor}),
     }
-    if arch.experts is not None and (router := arch.experts.router) is not None:
-        arguments |= {"moe_router_num_groups": router.groups, "moe_router_group_topk": router.groups_per_token}
-    return arguments | {PARSERS_NAMES.get(name, name): value for name, value in config_fields(arch).items()}
+    return arguments | {PARSERS_NAMES.get(name, name): value for name, value in fields.items()}

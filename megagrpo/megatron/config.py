@@ -71,9 +71,11 @@ def transformer_config(
         missing = [name for name in fusions if train.megatron.get(name)]
         problems += [Problem(f"train.megatron.{name}", "true", needed, fix) for name in missing]
     spec = planned or layer_spec(arch, train, dtype, device)
+    of_architecture = _of_architecture(arch)
+    latent = "multi_latent_attention" in of_architecture
     if spec == "local":
         needed = "transformer_engine's layers: the local ones, which run here, ignore it or fail"
-        names = OF_TRANSFORMER_ENGINE if fusions or arch.latent else (*OF_TRANSFORMER_ENGINE, "apply_rope_fusion")
+        names = OF_TRANSFORMER_ENGINE if fusions or latent else (*OF_TRANSFORMER_ENGINE, "apply_rope_fusion")
         ignored = [
             (name, train.megatron[name]) for name in names if train.megatron.get(name) not in (None, False, "auto")
         ]
@@ -81,16 +83,18 @@ def transformer_config(
     if problems:
         raise RecipeError(problems)
     fields = (
-        _of_architecture(arch)
+        of_architecture
         | _of_layout(train.layout.parallel())
         | _of_recomputed(train.recomputed)
-        | _of_machine(spec, device, arch, dtype)
+        | _of_machine(spec, device, dtype)
+        | {"apply_rope_fusion": spec == "transformer_engine" and (not latent or arch.rope.yarn is not None)}
+        | {"moe_grouped_gemm": spec == "transformer_engine" and arch.experts > 0}
         | train.megatron
         | fusions
     )
     if (backend := train.megatron.get("attention_backend")) is not None:
         fields["attention_backend"] = AttnBackend[backend]
-    kind = TransformerConfig if arch.latent is None else MLATransformerConfig
+    kind = MLATransformerConfig if latent else TransformerConfig
     try:
         return kind(**fields)
     except (AssertionError, ValueError, NotImplementedError) as error:
@@ -101,20 +105,17 @@ def transformer_config(
 
 def _of_architecture(arch: Architecture) -> dict[str, Any]:
     fields = config_fields(arch) | {"gated_linear_unit": True, "activation_func": F.silu}
-    if arch.latent is not None:
+    if "multi_latent_attention" in fields:
         fields["rotary_base"] = arch.rope.theta
         if arch.rope.yarn is None:
             fields |= {"rope_type": "rope", "rotary_scaling_factor": 1.0}
-    if arch.experts is not None:
+    if arch.experts:
         fields |= {
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
+            "moe_router_bias_update_rate": 0.0,
         }
-        if (router := arch.experts.router) is not None:
-            fields["moe_router_bias_update_rate"] = 0.0
-            if router.groups > router.groups_per_token:
-                fields |= {"moe_router_num_groups": router.groups, "moe_router_group_topk": router.groups_per_token}
     return fields
 
 
@@ -156,8 +157,8 @@ def _of_recomputed(again: Recomputed) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": again.layers}
 
 
-def _of_machine(spec: LayerSpec, device: str, arch: Architecture, dtype: torch.dtype) -> dict[str, Any]:
-    cuda, fused = device != "cpu", spec == "transformer_engine"
+def _of_machine(spec: LayerSpec, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    cuda = device != "cpu"
     return {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -165,8 +166,6 @@ def _of_machine(spec: LayerSpec, device: str, arch: Architecture, dtype: torch.d
         # The loss has global denominators: gradients are summed over ranks and microbatches, and divided by nothing.
         "calculate_per_token_loss": True,
         "transformer_impl": spec,
-        "moe_grouped_gemm": fused and arch.experts is not None,
-        "apply_rope_fusion": fused and (arch.latent is None or arch.rope.yarn is not None),
         "bias_activation_fusion": cuda,
         "gradient_accumulation_fusion": cuda and find_spec("fused_weight_gradient_mlp_cuda") is not None,  # apex's
         "use_cpu_initialization": not cuda,

@@ -13,7 +13,6 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -25,7 +24,8 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.attention import PackedAttention, PackedLatentAttention, inverse_frequencies
 from megagrpo.megatron.batch import Packed
 from megagrpo.megatron.heads import OutputLayer, ValueHead
-from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families import parts
+from megagrpo.weights.families.architecture import Architecture, Layer
 
 
 def build_chunks(arch: Architecture, config: TransformerConfig, layout: ParallelLayout) -> list[GPTModel]:
@@ -54,9 +54,9 @@ def build_chunks(arch: Architecture, config: TransformerConfig, layout: Parallel
             position_embedding_type="rope" if fused else "none",  # our attention and latent attention rotate themselves
             vp_stage=vp_stage,
         )
-        if fused and arch.latent is None:
+        if fused and not config.multi_latent_attention:
             # GPTModel's arguments cannot express all of Llama 3's scaling.
-            chunk.rotary_pos_emb.inv_freq = inverse_frequencies(arch.rope, arch.head_dim).to(device)
+            chunk.rotary_pos_emb.inv_freq = inverse_frequencies(arch.rope, config.kv_channels).to(device)
         if chunk.post_process:
             chunk.output_layer = ValueHead(config) if arch.value_head else OutputLayer(chunk.output_layer)
         chunk.to(device)  # Megatron makes routers' weights on the CPU
@@ -93,36 +93,47 @@ def block_spec(config: TransformerConfig, arch: Architecture, vp_stage: int | No
 
         FlashAttentionUtils.v4_is_installed, FlashAttentionUtils.v4_warning_printed = False, True
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-        if arch.latent is not None:
+        if config.multi_latent_attention:
             for layer in block.layer_specs:
                 layer.submodules.self_attention.module = LatentAttention
         return block
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     of_chunk = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    dense_layers = arch.layers if arch.experts is None else arch.experts.dense_layers
-    layers = [_local_layer(config, arch, has_experts=layer >= dense_layers) for layer in of_chunk]
+    layers = [_local_layer(config, arch.layers[layer]) for layer in of_chunk]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _local_layer(config: TransformerConfig, arch: Architecture, has_experts: bool) -> ModuleSpec:
+def _local_layer(config: TransformerConfig, layer: Layer) -> ModuleSpec:
     """Returns Megatron's local layer with our norm and our attention over packed sequences."""
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts if has_experts else None,
+        num_experts=config.num_moe_experts if layer.mlp.experts else None,
         qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=arch.latent is not None,
+        multi_latent_attention=config.multi_latent_attention,
         normalization=config.normalization,
     )
-    layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention = layer.self_attention.submodules
-    core = PackedAttention if arch.latent is None else PackedLatentAttention
-    attention.core_attention = ModuleSpec(module=core, params={"rope": arch.rope})
-    if arch.latent is not None:
-        layer.self_attention.module = LatentAttention
-        attention.q_layernorm = attention.kv_layernorm = RMSNorm
-    elif attention.q_layernorm is not IdentityOp:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    ATTENTION[type(layer.attention)](spec.submodules.self_attention, layer.attention)
     return spec
+
+
+def _grouped_attention(spec: ModuleSpec, part: parts.Attention) -> None:
+    modules = spec.submodules
+    modules.core_attention = ModuleSpec(module=PackedAttention, params={"rope": part.rope})
+    if part.norm:
+        modules.q_layernorm = modules.k_layernorm = RMSNorm
+
+
+def _latent_attention(spec: ModuleSpec, part: parts.LatentAttention) -> None:
+    modules, spec.module = spec.submodules, LatentAttention
+    modules.core_attention = ModuleSpec(module=PackedLatentAttention, params={"rope": part.rope})
+    modules.q_layernorm = modules.kv_layernorm = RMSNorm
+
+
+ATTENTION: dict[type, Callable[[ModuleSpec, Any], None]] = {
+    parts.Attention: _grouped_attention,
+    parts.LatentAttention: _latent_attention,
+}
+"""Functions that set the modules of a part in the spec of Megatron's self-attention."""
 
 
 class LatentAttention(MLASelfAttention):

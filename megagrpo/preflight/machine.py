@@ -24,7 +24,7 @@ from megagrpo.recipe.defaults import (
     train_config,
 )
 from megagrpo.recipe.kernels import LayerSpec, auto_problems
-from megagrpo.recipe.model_rules import divisors, either
+from megagrpo.recipe.model_rules import either
 from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, GenerativeConfig, Recipe
 from megagrpo.recipe.schema.rollout import RolloutConfig
 from megagrpo.recipe.schema.train import COMPILED
@@ -140,7 +140,7 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
         return  # without torch, which takes a second to import
     device, side = _device(recipe, plan_only), kind.side  # on GPUs, more splits may be supported
     if architecture:
-        layouts = (EngineLayoutConfig(tensor=size) for size in divisors(architecture.heads))
+        layouts = (EngineLayoutConfig(tensor=size) for size in architecture.tensor_sizes())
         on = device, rollout.quantization
         sizes = [layout.tensor for layout in layouts if not side.split_problems(architecture, layout, *on)]
         otherwise = "rollout.quantization: null" if rollout.quantization else "rollout.engine: transformers"

@@ -64,9 +64,9 @@ class Layers:
 
 
 def attention_of(arch: Architecture, train: TrainConfig, *, half: bool) -> Attention:
-    value_dim = arch.head_dim if arch.latent is None else arch.latent.value_dim
+    attention = arch.layers[0].attention
     backend, deterministic = train.megatron.get("attention_backend", "auto"), train.megatron.get("deterministic_mode")
-    return Attention(arch.head_dim, value_dim, half, train.layout.context, backend, bool(deterministic))
+    return Attention(attention.head_dim, attention.value_dim, half, train.layout.context, backend, bool(deterministic))
 
 
 def installed() -> Installed:

@@ -13,7 +13,7 @@ from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe, TrainConfig
 from megagrpo.recipe.schema.train import ALL_LAYERS
 from megagrpo.section import Rules, broken
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.sides.megatron_rank import divided_sizes
+from megagrpo.weights.files.adapters import TARGETS, adapted_matrices
 
 Values = Iterator[Mapping[str, object]]
 """The values of a rule's problems."""
@@ -37,12 +37,7 @@ class Fit:
     @property
     def tensor_sizes(self) -> str:
         """Returns the tensor sizes that fit the model, in words."""
-        groups, sizes = (
-            self.model.query_groups,
-            [size for axis, _, size in divided_sizes(self.model) if axis == "tensor"],
-        )
-        fitting = (tensor for tensor in divisors(self.model.heads) if not any(size % tensor for size in sizes))
-        return either([tensor for tensor in fitting if groups % tensor == 0 or tensor % groups == 0])
+        return either(self.model.tensor_sizes())
 
     @property
     def expert_tensor_differs(self) -> bool:
@@ -70,7 +65,7 @@ def token_problems(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Pr
 
 
 def _stages(fit: Fit) -> Values:
-    layout, layers = fit.layout, fit.model.layers
+    layout, layers = fit.layout, len(fit.model.layers)
     if layout.problems() or not (problems := stage_problems(layers, layout)):  # the former are rules of LayoutConfig
         return
     chunks = f" x virtual_pipeline {layout.virtual_pipeline}" if layout.virtual_pipeline > 1 else ""
@@ -84,7 +79,7 @@ def _stages(fit: Fit) -> Values:
     else:
         field, fix = "virtual_pipeline", f"virtual_pipeline of {either(divisors(layers // layout.pipeline))}"
     chunks += "".join(f", {name} {length}" for name, length in lengths.items())
-    yield {"field": field, "chunks": chunks, "needed": needed, "fix": fix}
+    yield {"field": field, "chunks": chunks, "layers": layers, "needed": needed, "fix": fix}
 
 
 def _uneven(layers: int, layout: ParallelLayout) -> str | None:
@@ -101,7 +96,7 @@ def _uneven(layers: int, layout: ParallelLayout) -> str | None:
 
 
 def _undivided(fit: Fit) -> Values:
-    for axis, name, size in divided_sizes(fit.model):
+    for axis, name, size in fit.model.divided():
         ranks = getattr(fit.layout, axis)
         if size % ranks:
             fix = f"tensor of {fit.tensor_sizes}" if axis == "tensor" else "expert_tensor: 1, with expert above 1"
@@ -110,26 +105,32 @@ def _undivided(fit: Fit) -> Values:
             yield {"axis": axis, "ranks": ranks, "name": name, "size": size, "fix": fix}
 
 
+MODULES = {
+    "mla_up_proj": "latent attention",
+    "mlp": "a layer without experts",
+    "moe": "experts",
+    "moe_act": "experts",
+    "shared_experts": "shared experts",
+}
+"""Modules of train.recompute that not every model has, and the parts that have them."""
+
+
 def _modules_of_other_models(fit: Fit) -> Values:
-    model, experts = fit.model, fit.model.experts
-    sparse = experts is not None and model.layers > experts.dense_layers
-    missing = {
-        "mla_up_proj": "latent attention" if model.latent is None else "",
-        "mlp": "" if model.has_dense_layers else "a layer without experts",
-        "moe": "" if sparse else "experts",
-        "moe_act": "" if sparse else "experts",
-        "shared_experts": "" if experts and experts.shared_ffn else "shared experts",
-    }
-    for module in sorted(fit.train.recomputed.modules):
-        if missing.get(module):
-            yield {"module": module, "missing": missing[module]}
+    for module in sorted(fit.train.recomputed.modules - fit.model.recomputes):
+        if module in MODULES:
+            yield {"module": module, "missing": MODULES[module]}
+
+
+def _longest_side(model: Architecture) -> int:
+    """Returns the longest side of the matrices that may have adapters."""
+    return max(size for matrix in adapted_matrices(model.sample(), TARGETS.values()) for size in matrix.shape)
 
 
 def _recomputed_layers(fit: Fit) -> Values:
     layout, layers = fit.layout, fit.train.recomputed.layers
-    if 0 < layers < ALL_LAYERS and not layout.problems() and not stage_problems(fit.model.layers, layout):
+    if 0 < layers < ALL_LAYERS and not layout.problems() and not stage_problems(len(fit.model.layers), layout):
         chunks = product(range(layout.pipeline), range(layout.virtual_pipeline))
-        longest = max(len(layers_of_chunk(fit.model.layers, layout, *chunk)) for chunk in chunks)
+        longest = max(len(layers_of_chunk(len(fit.model.layers), layout, *chunk)) for chunk in chunks)
         if layers > longest:
             yield {"piece": "chunk of a stage" if layout.virtual_pipeline > 1 else "stage", "longest": longest}
 
@@ -169,23 +170,20 @@ MODEL_RULES: Rules[Fit] = {
     "undivided_query_groups": lambda f: (
         f.model.query_groups % f.layout.tensor and f.layout.tensor % f.model.query_groups
     ),
-    "expert_of_a_dense_model": lambda f: f.model.experts is None and f.layout.expert > 1,
-    "expert_tensor_of_a_dense_model": lambda f: f.model.experts is None and f.expert_tensor_differs,
+    "expert_of_a_dense_model": lambda f: f.model.experts == 0 and f.layout.expert > 1,
+    "expert_tensor_of_a_dense_model": lambda f: f.model.experts == 0 and f.expert_tensor_differs,
     # Megatron sums the experts' gradients over the ranks that share dense weights, silently (tensor_parallel/
     # layers.py: allreduce). Adapters are marked by lora.py.
     "expert_tensor_of_one_expert_rank": lambda f: (
-        f.model.experts is not None and f.layout.expert == 1 and f.expert_tensor_differs and f.train.lora is None
+        f.model.experts and f.layout.expert == 1 and f.expert_tensor_differs and f.train.lora is None
     ),
-    "adapters_of_latent_attention": lambda f: f.train.lora and f.model.latent,
+    "adapters_of_latent_attention": lambda f: f.train.lora and not f.model.adapts,
     "rank_of_adapters": lambda f: (
-        f.train.lora
-        and not f.model.latent
-        and f.train.lora.rank > (most := max(f.model.hidden, f.model.ffn, f.model.heads * f.model.head_dim))
-        and {"most": most}
+        f.train.lora and f.model.adapts and f.train.lora.rank > (most := _longest_side(f.model)) and {"most": most}
     ),
     "adapters_of_split_experts": lambda f: (
         f.train.lora
-        and not f.model.latent
+        and f.model.adapts
         and f.model.experts
         and f.layout.expert_tensor > 1
         and {"default": "" if f.train.layout.expert_tensor else " (the default: as tensor)"}
@@ -193,14 +191,13 @@ MODEL_RULES: Rules[Fit] = {
     # Megatron-Core separates q, k and v by whole query groups.
     "muon_on_parts_of_query_groups": lambda f: (
         f.train.optimizer.kind == "muon"
-        and not f.model.latent
         and f.layout.tensor > f.model.query_groups
         and {"sizes": either(divisors(f.model.query_groups))}
     ),
     "muon_on_one_data_rank": lambda f: (
         f.train.optimizer.kind == "muon"
         and f.train.distributed_optimizer
-        and f.model.experts is not None
+        and f.model.experts
         and f.layout.data * f.layout.context == 1 < f.layout.expert_data
     ),
     "recomputed_module_of_another_model": _modules_of_other_models,

@@ -54,9 +54,9 @@ def check_server(info: Mapping[str, Any], spec: EngineSpec, architecture: Archit
     if layout.attention_data > 1:
         wanted |= {"enable_dp_lm_head": True}
     wanted |= {} if spec.quantization else {"quantization": None}  # ours is in config.json: SGLang may name it or not
-    if architecture.experts is not None and info.get("device") != "cpu":
+    if architecture.experts and info.get("device") != "cpu":
         wanted |= {"moe_runner_backend": "triton"}
-    if architecture.experts is not None and architecture.experts.shared_ffn:
+    if "shared_experts" in architecture.recomputes:
         wanted |= {"disable_shared_experts_fusion": True}
     wrong = {argument: info.get(argument) for argument, value in wanted.items() if info.get(argument) != value}
     if wrong:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megagrpo.weights.families.parts.attention import Attention
+from megagrpo.weights.families.parts.attention import Attention, Rope
 from megagrpo.weights.families.parts.experts import Experts
 from megagrpo.weights.families.parts.latent_attention import LatentAttention
 from megagrpo.weights.families.parts.mlp import Mlp
@@ -97,6 +97,21 @@ class Architecture:
         return max(layer.mlp.experts for layer in self.kinds)
 
     @property
+    def rope(self) -> Rope:
+        """Returns the rotary embedding of the first layer."""
+        return self.layers[0].attention.rope
+
+    @property
+    def query_groups(self) -> int:
+        """Returns the least number of query groups of a layer. Each head of latent attention is one."""
+        return min(kind.attention.groups for kind in self.kinds)
+
+    @property
+    def adapts(self) -> bool:
+        """Returns whether some layer's attention may have low-rank adapters."""
+        return any(kind.attention.adapts for kind in self.kinds)
+
+    @property
     def recomputes(self) -> frozenset[str]:
         """Returns the modules that train.recompute may name for some layer."""
         return frozenset[str]().union(*(layer.recomputes for layer in self.kinds))
@@ -110,6 +125,16 @@ class Architecture:
         return list(
             dict.fromkeys(size for kind in self.kinds for part in (kind.attention, kind.mlp) for size in part.divided())
         )
+
+    def tensor_sizes(self) -> list[int]:
+        """Returns the sizes of train.layout.tensor that divide the model."""
+        sizes = [size for axis, _, size in self.divided() if axis == "tensor"]
+        return [
+            tensor
+            for tensor in range(1, sizes[0] + 1)
+            if not any(size % tensor for size in sizes)
+            and not any(True for kind in self.kinds for _ in kind.attention.unmet(tensor, fused=False))
+        ]
 
     def padded_vocab(self, tensor: int) -> int:
         """Returns the number of rows of the embedding after padding to a multiple of `tensor`."""

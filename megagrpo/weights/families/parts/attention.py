@@ -51,6 +51,7 @@ class Attention:
     norm: bool = False
     """RMSNorm of each query and key head."""
 
+    adapts = True
     recomputes = frozenset({"core_attn"})
     holds_norm = "self_attention.linear_qkv"
     """Transformer Engine's linear layer that holds the norm before this part."""
@@ -64,6 +65,10 @@ class Attention:
     def keys(self) -> int:
         """Returns the elements of all key heads, and of all value heads."""
         return self.groups * self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
 
     def tensors(self, prefix: str, layer: int) -> Iterator[Tensor]:
         at, key = prefix + "self_attn.", (self.keys,)

@@ -85,6 +85,8 @@ class Experts:
                 "moe_router_enable_expert_bias": True,
                 "moe_router_topk_scaling_factor": router.scale,
             }
+            if router.groups > router.groups_per_token:
+                fields |= {"moe_router_num_groups": router.groups, "moe_router_group_topk": router.groups_per_token}
         return fields
 
     def on_megatron(self, rank: LayerOnRank, of: LayerTensors) -> None:

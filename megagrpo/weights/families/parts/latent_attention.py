@@ -34,6 +34,7 @@ class LatentAttention:
     value_dim: int
     rope: Rope
 
+    adapts = False
     recomputes = frozenset({"core_attn", "mla_up_proj"})
     holds_norm = None
 
@@ -41,6 +42,10 @@ class LatentAttention:
     def head_dim(self) -> int:
         """Returns the elements of a query or key head."""
         return self.plain_dim + self.rotary_dim
+
+    @property
+    def groups(self) -> int:
+        return self.heads
 
     def tensors(self, prefix: str, layer: int) -> Iterator[Tensor]:
         at, queries, rank = prefix + "self_attn.", self.heads * self.head_dim, self.key_value_rank
