@@ -140,7 +140,8 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
         return  # without torch, which takes a second to import
     device, side = _device(recipe, plan_only), kind.side  # on GPUs, more splits may be supported
     if architecture:
-        layouts = (EngineLayoutConfig(tensor=size) for size in architecture.tensor_sizes())
+        heads = next(size for axis, _, size in architecture.divided() if axis == "tensor")
+        layouts = (EngineLayoutConfig(tensor=size) for size in divisors(heads))
         on = device, rollout.quantization
         sizes = [layout.tensor for layout in layouts if not side.split_problems(architecture, layout, *on)]
         otherwise = "rollout.quantization: null" if rollout.quantization else "rollout.engine: transformers"
