@@ -24,7 +24,7 @@ from megagrpo.recipe.defaults import (
     train_config,
 )
 from megagrpo.recipe.kernels import LayerSpec, auto_problems
-from megagrpo.recipe.model_rules import either
+from megagrpo.recipe.model_rules import divisors, either
 from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, GenerativeConfig, Recipe
 from megagrpo.recipe.schema.rollout import RolloutConfig
 from megagrpo.recipe.schema.train import COMPILED
