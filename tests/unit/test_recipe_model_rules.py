@@ -34,7 +34,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
             ("last_stage_layers", "pipeline=2 last_stage_layers=4", {}, ""),
             ("tensor", "tensor=8", {}, "tensor of 1, 2 or 4"),
             ("tensor", "tensor=4", {"intermediate_size": 22}, "tensor of 1 or 2"),
-            ("tensor", "tensor=3", SPLIT_HEADS, "tensor of 1, 2 or 6"),
+            ("tensor", "tensor=3", SPLIT_HEADS, "tensor of 1 or 2"),
             ("expert", "expert=2 data=2", {}, "expert: 1"),
             ("expert_tensor", "tensor=2 expert_tensor=1", {}, "remove it"),
             ("expert", "expert=3 data=3", EXPERTS, "expert of 1, 2 or 4"),
