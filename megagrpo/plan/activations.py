@@ -1,8 +1,8 @@
 """Bytes that passes take on a training rank: what layers keep for backward passes, and what computing takes besides.
 
-Counted part by part (weights/families/parts) after Megatron's modules and megagrpo/megatron/attention.py, as "Reducing Activation
-Recomputation in Large Transformer Models" (arXiv:2205.05198, section 4) does it. Its 34 s b h for a layer with
-LayerNorm, dropout and a plain MLP is here: 2 norms, no dropout, a gated MLP, attention without scores.
+Layers are counted part by part (weights/families/parts) after Megatron's modules and megagrpo/megatron/attention.py, as
+"Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198, section 4) does it. Its 34 s b h for
+a layer with LayerNorm, dropout and a plain MLP is here: 2 norms, no dropout, a gated MLP, attention without scores.
 tests/distributed/test_plan_activations.py compares it with what ranks allocate on CPUs: within 15 %.
 """
 

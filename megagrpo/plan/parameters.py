@@ -180,11 +180,11 @@ def matrices(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the elements of each layer matrix on every rank of a stage, largest first: of those that all data ranks
     have, and of routed experts."""
-    counts = list(arch.count(stages(len(arch.layers), layout)[stage].layers).values())
+    counts = arch.tally(stages(len(arch.layers), layout)[stage].layers)
     dense, experts = list[int](), list[int]()
-    for name, kind, shape in _by_layer(_manifest(arch.sample(), _cuts(layout), fused)):
-        if kind is not None and len(shape) == 2:
-            (experts if ".experts." in name else dense).extend([prod(shape)] * counts[kind])
+    for name, layer, shape in _by_layer(_manifest(arch.sample(), _cuts(layout), fused)):
+        if layer is not None and len(shape) == 2:
+            (experts if ".experts." in name else dense).extend([prod(shape)] * counts[layer])
     return tuple(sorted(dense, reverse=True)), tuple(sorted(experts, reverse=True))
 
 
@@ -232,7 +232,7 @@ def model_bytes(arch: Architecture, item_bytes: int, *, quantized: bool) -> Weig
 
 def fetched_elements(arch: Architecture, layout: ParallelLayout, stage: int, fused: bool) -> int:
     """Returns the most elements of blocks cut between ranks that a rank of a stage fetches to quantise its own."""
-    counts = arch.count(stages(len(arch.layers), layout)[stage].layers).values()
+    counts = arch.tally(stages(len(arch.layers), layout)[stage].layers)
     return max(sum(map(mul, counts, of_rank)) for of_rank in _fetched_in_layers(arch, _cuts(layout), fused))
 
 
@@ -243,9 +243,9 @@ def _fetched_in_layers(arch: Architecture, cuts: ParallelLayout, fused: bool) ->
     shapes, copies = quantized_shapes(sample), [kind.mlp.experts // cuts.expert for kind in arch.kinds]
     fetched = [[0] * len(copies) for _ in range(cuts.tensor)]
     for rank, layers in enumerate(fetched):
-        for name, kind, shape in _by_layer(lacking_manifest(_manifest(sample, cuts, fused, rank), shapes)):
-            if kind is not None:
-                layers[kind] += prod(shape) * (copies[kind] if ".experts." in name else 1)
+        for name, layer, shape in _by_layer(lacking_manifest(_manifest(sample, cuts, fused, rank), shapes)):
+            if layer is not None:
+                layers[layer] += prod(shape) * (copies[layer] if ".experts." in name else 1)
     return fetched
 
 
@@ -262,25 +262,29 @@ def shard_of(arch: Architecture, sample: Architecture, held: Manifest, counts: C
     tensors = {tensor.name: tensor for tensor in tensors_of(sample)}
     left_out = {its.storage for its in held.placements if not counts(tensors[its.box.tensor])}
     outside, layers = dict[str, int](), [[0, 0] for _ in sample.layers]
-    for name, kind, shape in _by_layer(held):
+    for name, layer, shape in _by_layer(held):
         if name in left_out:
             continue
-        if kind is None:
+        if layer is None:
             outside[name] = prod(shape)
         else:
-            layers[kind][".experts." in name] += prod(shape)
+            layers[layer][".experts." in name] += prod(shape)
     whole = {}
     for kind, its, (plain, routed) in zip(arch.kinds, sample.layers, layers, strict=True):
         if experts := its.mlp.experts:
             routed = routed * kind.mlp.experts // experts
-            plain += _beside_experts(kind, counts) - _beside_experts(its, counts)  # each rank has whole routers
+            plain += (kind.mlp.experts - experts) * _router_row(kind, counts)
         whole[kind] = plain, routed
     return Shard(outside, whole)
 
 
-def _beside_experts(layer: Layer, counts: Callable[[Tensor], bool]) -> int:
-    """Returns the elements of a layer outside of routed experts."""
-    return sum(prod(tensor.shape) for tensor in layer.tensors(0) if tensor.expert is None and counts(tensor))
+def _router_row(layer: Layer, counts: Callable[[Tensor], bool]) -> int:
+    """Returns the elements outside of routed experts that each further expert adds to a layer. Every rank has them."""
+    one, two = (
+        sum(prod(tensor.shape) for tensor in sample.tensors(0) if tensor.expert is None and counts(tensor))
+        for sample in (layer.with_experts(1), layer.with_experts(2))
+    )
+    return two - one
 
 
 def _by_layer(sample: Manifest) -> Iterator[tuple[str, int | None, tuple[int, ...]]]:

@@ -398,9 +398,8 @@ def recomputes(case: Case, layout: Values) -> list[str | RecomputeConfig]:
     chunk's layers. Attention's core is not among them: fused attention keeps next to nothing of it."""
     arch = case.architecture
     layers = len(arch.layers) // (layout["train.layout.pipeline"] * layout["train.layout.virtual_pipeline"])
-    cheap: tuple[RecomputeModule, ...] = ("mla_up_proj", "moe_act", "mlp") if case.fused_layers else ("mla_up_proj", "mlp")
-    possible = arch.recomputes
-    modules = [module for module in cheap if module in possible]
+    cheap: dict[RecomputeModule, bool] = {"mla_up_proj": True, "moe_act": case.fused_layers, "mlp": True}
+    modules = [module for module, saves in cheap.items() if saves and module in arch.recomputes]
     some = [RecomputeConfig(modules=modules)] if modules else []
     return ["none", *some, *([RecomputeConfig(layers=layers // 2)] if layers > 1 else []), "full"]
 

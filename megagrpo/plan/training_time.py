@@ -24,6 +24,7 @@ from megagrpo.plan.parameters import adapter_parameters, layer_adapters, rank_pa
 from megagrpo.recipe.schema import LoraConfig, Recipe, TrainConfig
 from megagrpo.recipe.schema.train import RecomputeModule
 from megagrpo.weights.families.architecture import Architecture, Layer
+from megagrpo.weights.families.parts.part import LayerWork
 
 LayerCounts = tuple[int, ...]
 """Layers of each kind of the model's, in its order."""
@@ -91,7 +92,8 @@ def layers_flops(
     by_weights, others = (over.forward + over.backward * (2 - frozen) for frozen in (over.frozen, False))
     for kind, count in counts.items():
         if count:
-            work, again = kind.work(), _work_again(kind, over.again)
+            work = kind.work()
+            again = _work_again(work, over.again, whole=kind.mlp.recomputed_as in over.again)
             dense += count * (by_weights * (work.projections + work.mlp) + again.dense) * tokens
             experts += count * (by_weights * work.experts + again.experts) * tokens
             attention += count * (others * work.pairs + again.attention) * squares
@@ -105,12 +107,12 @@ def layers_flops(
     return Flops(dense, experts, attention)
 
 
-def _work_again(layer: Layer, modules: frozenset[RecomputeModule]) -> Flops:
-    """Returns a layer's products that these modules recompute; layernorm and moe_act have none. Omits adapters."""
-    work, mlp = layer.work(), layer.mlp.recomputed_as in modules
+def _work_again(work: LayerWork, modules: frozenset[RecomputeModule], whole: bool) -> Flops:
+    """Returns a layer's products that these modules recompute; layernorm and moe_act have none. Omits adapters.
+    `whole`: among them is its whole MLP, or all of its experts."""
     dense = work.up * ("mla_up_proj" in modules)
-    dense += work.mlp * mlp + work.shared * ("shared_experts" in modules)
-    return Flops(dense, work.experts * mlp, work.pairs * ("core_attn" in modules))
+    dense += work.mlp * whole + work.shared * ("shared_experts" in modules)
+    return Flops(dense, work.experts * whole, work.pairs * ("core_attn" in modules))
 
 
 def head_flops(arch: Architecture, over: Products, tokens: float) -> float:
@@ -209,8 +211,8 @@ class TrainingRanks:
         whole = self.train.recomputed.layers
         for index, stage in enumerate(stages(len(self.arch.layers), self.case.layout)):
             again = [layer for chunk in stage.chunks for layer in chunk[:whole]] if whole else []
-            held, twice = (tuple(self.arch.count(layers).values()) for layers in (stage.layers, again))
-            first.setdefault((held, twice, stage.embedding, stage.head), index)
+            counts = self.arch.tally(stage.layers), self.arch.tally(again)
+            first.setdefault((*counts, stage.embedding, stage.head), index)
         return first
 
     def _pass_seconds(self, over: Products, batch: BatchSize, micros: int) -> Seconds:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import mul
 from typing import Any
 
 from megagrpo.plan.assumptions import longest_sequence
@@ -16,7 +17,7 @@ from megagrpo.recipe.defaults import cpu_cache_tokens
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.blocks import QUANTIZED
 from megagrpo.weights.families import FAMILIES
-from megagrpo.weights.families.architecture import Architecture, Layer
+from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.sglang import manifest, stage_layers
 
 WHOLE_PREFILL_TOKENS = 16384
@@ -42,16 +43,15 @@ def sglang_memory(case: Case) -> EngineMemory:
     dtype = str(options.get("kv_cache_dtype") or "auto")
     cached = 1 if dtype.startswith("fp8") else 2 if dtype in ("bf16", "bfloat16") else element
     weights, token_bytes = [], []  # by stage
+    of_attention = attention_elements(arch, layout.pipeline, group)
     for stage, held in enumerate(engine_rank_parameters(arch, layout, device)):
-        counts = arch.count(stage_layers(len(arch.layers), stage, layout.pipeline))
-        weights.append(held * element)
+        derived, of_token = of_attention[stage]
+        weights.append((held + derived) * element)
         if rollout.quantization is not None:
-            blocks = sum(counts[kind] * elements for kind, elements in engine_blocks(arch, layout).items())
+            counts = arch.tally(stage_layers(len(arch.layers), stage, layout.pipeline))
+            blocks = sum(map(mul, counts, engine_blocks(arch, layout)))
             weights[-1] -= int(blocks * (element - BLOCK_ELEMENT_BYTES))
-        weights[-1] += element * sum(count * kind.attention.derived_elements(group) for kind, count in counts.items())
-        token_bytes.append(
-            cached * sum(count * kind.attention.cached_elements(group) for kind, count in counts.items())
-        )
+        token_bytes.append(of_token * cached)
     sizes = GraphSizes.of(options, card_bytes, layout, at_once)
     if device == "cpu":
         tokens = cpu_cache_tokens(rollout.requests_at_once, longest)
@@ -79,12 +79,24 @@ def sglang_memory(case: Case) -> EngineMemory:
 
 
 @lru_cache(maxsize=1024)
-def engine_blocks(arch: Architecture, layout: EngineLayoutConfig) -> Mapping[Layer, int]:
+def attention_elements(arch: Architecture, stages: int, ranks: int) -> list[tuple[int, int]]:
+    """Returns, for each pipeline stage, the elements that SGLang derives from weights on each of `ranks` ranks that
+    share the attention, and those that it caches of a token there."""
+    derived, cached = zip(
+        *((kind.attention.derived_elements(ranks), kind.attention.cached_elements(ranks)) for kind in arch.kinds),
+        strict=True,
+    )
+    counts = [arch.tally(stage_layers(len(arch.layers), stage, stages)) for stage in range(stages)]
+    return [(sum(map(mul, of_stage, derived)), sum(map(mul, of_stage, cached))) for of_stage in counts]
+
+
+@lru_cache(maxsize=1024)
+def engine_blocks(arch: Architecture, layout: EngineLayoutConfig) -> tuple[int, ...]:
     """Returns the elements in blocks on one rank of a quantised engine, of one layer of each kind."""
     sample, one_stage = arch.sample(layout.tensor), layout.model_copy(update={"pipeline": 1})
     held = manifest(sample, one_stage, 0, "float32", "cuda")
     blocks = shard_of(arch, sample, held, lambda tensor: tensor.role in QUANTIZED)
-    return {kind: sum(elements) for kind, elements in blocks.layers.items()}
+    return tuple(map(sum, blocks.layers.values()))
 
 
 @lru_cache(maxsize=1024)

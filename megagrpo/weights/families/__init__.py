@@ -80,8 +80,11 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
 
 def tensors_of(arch: Architecture) -> tuple[Tensor, ...]:
     """Returns all tensors of the model: names as in published files, shapes [out, in] or [n], and roles."""
+    renamed = FAMILIES[arch.family].renamed
+    if not renamed:
+        return arch.tensors()
     return tuple(
-        replace(tensor, name=reduce(lambda name, pair: name.replace(*pair), FAMILIES[arch.family].renamed, tensor.name))
+        replace(tensor, name=reduce(lambda name, pair: name.replace(*pair), renamed, tensor.name))
         for tensor in arch.tensors()
     )
 

@@ -97,12 +97,16 @@ class Architecture:
         places = {kind: place for place, kind in enumerate(self.kinds)}
         return tuple(places[layer] for layer in self.layers)
 
+    def tally(self, layers: Iterable[int]) -> tuple[int, ...]:
+        """Returns how many of the layers with these numbers are of each kind, in the order of `kinds`."""
+        counts, kind_of = [0] * len(self.kinds), self._kind_of
+        for layer in layers:
+            counts[kind_of[layer]] += 1
+        return tuple(counts)
+
     def count(self, layers: Iterable[int]) -> dict[Layer, int]:
         """Returns how many of the layers with these numbers are of each kind, 0 included, in the order of `kinds`."""
-        counts = [0] * len(self.kinds)
-        for layer in layers:
-            counts[self._kind_of[layer]] += 1
-        return dict(zip(self.kinds, counts, strict=True))
+        return dict(zip(self.kinds, self.tally(layers), strict=True))
 
     @property
     def experts(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import add
 from typing import Literal, NamedTuple
 
 from megagrpo.layout.parallel import ParallelLayout
@@ -113,7 +114,7 @@ class LayerWork:
         return self.projections + self.mlp + self.experts
 
     def __add__(self, other: LayerWork) -> LayerWork:
-        return LayerWork(*(mine + its for mine, its in zip(vars(self).values(), vars(other).values(), strict=True)))
+        return LayerWork(*map(add, vars(self).values(), vars(other).values()))
 
 
 @dataclass(frozen=True)
