@@ -16,7 +16,7 @@ from megagrpo.errors import Problem
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.assumptions import longest_sequence, minibatch_sequences
 from megagrpo.plan.case import Case
-from megagrpo.plan.memory import saved_bytes
+from megagrpo.plan.memory import pass_of, saved_bytes
 from megagrpo.plan.parameters import total_parameters
 from megagrpo.plan.plan import Plan
 from megagrpo.plan.schedules import ASYNC, ONE_STEP_OFF, allowed
@@ -131,10 +131,10 @@ def _large_microbatch(plan: Plan) -> object:
 def _pointless_recompute(plan: Plan) -> object:
     # Fused attention keeps no scores, Transformer Engine has norms within the products that follow, and the local
     # layers' core keeps queries and keys of its own.
-    arch, fused = plan.architecture, plan.fused_layers
+    fused, kinds = plan.fused_layers, plan.architecture.kinds
     saves = {
-        "core_attn": arch.latent is not None and not fused,
-        "layernorm": not fused or arch.latent is not None or arch.experts is not None,
+        "core_attn": any(kind.attention.score_bytes(pass_of(plan)) for kind in kinds),
+        "layernorm": not fused or any(None in (kind.attention.holds_norm, kind.mlp.holds_norm) for kind in kinds),
         "mla_up_proj": fused,
     }
     pointless = sorted(module for module in plan.recipe.train.recomputed.modules if not saves.get(module, True))
@@ -158,11 +158,13 @@ LAYOUT_RULES: Rules[Plan] = {
         and {"speed": speed / 1e9}
     ),
     "cut_experts": lambda p: (
-        (experts := p.architecture.experts)
-        and experts.count >= EXPERTS_MANY
+        (experts := p.architecture.experts) >= EXPERTS_MANY
         and p.layout.tensor > 1
         and p.recipe.train.layout.expert_tensor is None
-        and {"columns": experts.ffn, "expert": min(experts.count, p.layout.tensor * p.layout.expert)}
+        and {
+            "columns": max(size for axis, _, size in p.architecture.divided() if axis == "expert_tensor"),
+            "expert": min(experts, p.layout.tensor * p.layout.expert),
+        }
     ),
     "waiting_stages": lambda p: (
         p.time
@@ -263,7 +265,7 @@ def _checkpoints_far_apart(plan: Plan) -> object:
 
 ENGINE_RULES: Rules[Plan] = {
     "engine_tensor_over_nodes": lambda p: (
-        p.architecture.experts is None and p.grpo.rollout.layout.tensor > p.recipe.cluster.gpus_per_node
+        not p.architecture.experts and p.grpo.rollout.layout.tensor > p.recipe.cluster.gpus_per_node
     ),
     "engines_without_responses": lambda p: (
         (responses := p.grpo.prompts_at_once * p.grpo.rollout.samples_per_prompt) < p.grpo.rollout.engines

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megagrpo.batching.work import head_work, layer_work
+from megagrpo.batching.work import head_work
 from megagrpo.plan.assumptions import Assumptions, longest_sequence
 from megagrpo.plan.case import Case, Machines
 from megagrpo.plan.communication import Links, RankGroup, gather
-from megagrpo.plan.parameters import layer_counts, model_bytes, total_parameters
+from megagrpo.plan.parameters import model_bytes, total_parameters
 from megagrpo.plan.training_time import FORWARD, head_flops, layers_flops
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.families.architecture import Architecture
@@ -69,11 +69,10 @@ def memory_of_whole_model(case: Case) -> EngineMemory:
 
 
 def cache_bytes_per_token(arch: Architecture, tensor: int, element_bytes: int) -> int:
-    """Returns the bytes of one token's keys and values in all layers, on one of `tensor` ranks. Latents are whole on
-    each (sglang/srt/model_executor/pool_configurator.py, _compute_cell_size). transformers caches the same."""
-    if arch.latent is not None:
-        return arch.layers * (arch.latent.key_value_rank + arch.latent.rotary_dim) * element_bytes
-    return 2 * arch.layers * max(1, arch.query_groups // tensor) * arch.head_dim * element_bytes
+    """Returns the bytes of one token's keys and values, or latents, in all layers, on one of `tensor` ranks
+    (sglang/srt/model_executor/pool_configurator.py, _compute_cell_size). transformers caches the same."""
+    elements = sum(count * kind.attention.cached_elements(tensor) for kind, count in arch.kinds.items())
+    return elements * element_bytes
 
 
 # --- time ------------------------------------------------------------------------------------------------------------
@@ -121,22 +120,23 @@ class EngineSpeed:
     @cached_property
     def token_flops(self) -> float:
         """Returns the operations for one token on one rank of all stages, without attention's core."""
-        counts = layer_counts(self.arch, range(self.arch.layers))
-        layers = layers_flops(self.arch, counts, FORWARD, tokens=1.0, squares=0.0)
+        layers = layers_flops(self.arch, self.arch.kinds, FORWARD, tokens=1.0, squares=0.0)
         return (layers.total + head_work(self.arch)) / self.layout.tensor
 
     @cached_property
     def pair_flops(self) -> float:
         """Returns one rank's operations of attention's core for a pair of tokens. Decoding projects no latents up."""
-        arch, latent = self.arch, self.arch.latent
-        if latent is None:
-            return 2 * layer_work(arch, 0).pairs * arch.layers / self.layout.tensor
-        return 2 * arch.layers * arch.heads / self.layout.tensor * (2 * latent.key_value_rank + latent.rotary_dim)
+        return sum(count * kind.work().decoded_pairs for kind, count in self.arch.kinds.items()) / self.layout.tensor
+
+    @cached_property
+    def experts(self) -> tuple[int, int]:
+        """Returns the number of experts in a layer, and that of those that a token passes."""
+        return self.arch.experts, self.arch.experts_per_token
 
     def experts_read(self, tokens: float) -> float:
         """Returns the expected share of a layer's experts that a batch reads: 1 - (1 - per_token / count)^tokens."""
-        experts = self.arch.experts
-        return 0.0 if experts is None else 1 - (1 - experts.per_token / experts.count) ** tokens
+        experts, per_token = self.experts
+        return 1 - (1 - per_token / experts) ** tokens if experts else 0.0
 
     def decode_seconds(self, batch: float, context: float) -> float:
         """Returns the seconds of one token for each of `batch` responses, with a mean context of `context` tokens."""
@@ -151,8 +151,7 @@ class EngineSpeed:
 
     def prefill_seconds(self, tokens: float, squares: float, prompts: float) -> float:
         """Returns the seconds to read whole prompts; `squares` is the sum of their squared lengths."""
-        counts = layer_counts(self.arch, range(self.arch.layers))
-        flops = layers_flops(self.arch, counts, FORWARD, tokens, squares).total
+        flops = layers_flops(self.arch, self.arch.kinds, FORWARD, tokens, squares).total
         flops = (flops + head_flops(self.arch, FORWARD, prompts)) / self.layout.tensor
         seconds = flops / (self.machines.gpu.flops * self.assumptions.prefill_efficiency) + self._sums_seconds(tokens)
         return seconds / self.layout.pipeline
@@ -162,7 +161,7 @@ class EngineSpeed:
         hand-overs. Attention sums over a group's ranks, for its tokens; MLPs and experts over all tensor ranks. With
         several groups the latter is a gather of all tokens before and a reduce-scatter after."""
         links, near = Links.of(self.machines, self.assumptions), self.machines.gpus_per_node
-        whole, layers = tokens * self.arch.hidden * self.item_bytes, 2 * self.arch.layers
+        whole, layers = tokens * self.arch.hidden * self.item_bytes, 2 * len(self.arch.layers)
         seconds = layers * gather(RankGroup(self.layout.tensor, min(self.layout.tensor, near)), whole, 1, links)
         of_group = whole / self.layout.attention_data
         seconds += layers * gather(RankGroup(self.group, min(self.group, near)), of_group, 1, links)

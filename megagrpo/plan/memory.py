@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.plan.activations import Pass
+from megagrpo.plan.activations import RankPass
 from megagrpo.plan.assumptions import longest_sequence, minibatch_sequences
 from megagrpo.plan.case import Case
 from megagrpo.plan.engine import GIB, MIB, EngineMemory
@@ -260,10 +260,41 @@ def bucket_bytes(recipe: AnyRecipe, weights: int) -> int:
     return 2 * min(recipe.weights.bucket_bytes, weights)
 
 
+def pass_of(case: Case) -> RankPass:
+    """Returns the largest pass of a minibatch's microbatches through a training rank's layers."""
+    recipe, arch, layout, train = case.recipe, case.architecture, case.layout, case.recipe.train
+    longest, again = longest_sequence(recipe), train.recomputed
+    return RankPass(
+        layout,
+        arch.hidden,
+        case.item_bytes,
+        min(train.tokens_per_microbatch, _rank_tokens(case)),
+        longest,
+        case.device,
+        case.fused_layers,
+        again.modules,
+        adapters=train.lora is not None,
+        expert_imbalance=case.assumptions.expert_imbalance,
+        architecture=arch,
+        layers_again=again.layers,
+        outputs_freed=bool(train.megatron.get("deallocate_pipeline_outputs")),
+    )
+
+
+def _rank_sequences(case: Case) -> int:
+    """Returns the sequences of a data rank in a minibatch."""
+    return -(-minibatch_sequences(case.recipe) // case.layout.data)
+
+
+def _rank_tokens(case: Case) -> int:
+    """Returns the tokens of a rank in a minibatch."""
+    return -(-_rank_sequences(case) * longest_sequence(case.recipe) // case.layout.context)
+
+
 def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
     """Returns all parts of a training rank of pipeline stage `index`, by phase."""
     recipe, arch, layout, train = case.recipe, case.architecture, case.layout, case.recipe.train
-    stage, longest = stages(arch.layers, layout)[index], longest_sequence(recipe)
+    stage, sequences, work = stages(len(arch.layers), layout)[index], _rank_sequences(case), pass_of(case)
     phases: Sequence[str] = ("update",)
     movable: tuple[str, ...] = ()  # what lowers parts that can be away; engines on devices of their own need no room
     if isinstance(recipe, Recipe):
@@ -271,26 +302,11 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
         before_update = algorithm.computes_old_logprobs or algorithm.kl.coefficient > 0 or algorithm.critic is not None
         phases = [phase for phase in PHASES if before_update or phase != "logprobs"]
         movable = ("train.offload",) if recipe.cluster.placement == "colocated" else ()
-    sequences = -(-minibatch_sequences(recipe) // layout.data)  # of a data rank in a minibatch
-    whole = -(-sequences * longest // layout.context)
-    work = Pass(
-        arch,
-        layout,
-        case.item_bytes,
-        min(train.tokens_per_microbatch, whole),
-        longest,
-        case.device,
-        case.fused_layers,
-        train.recomputed,
-        adapters=train.lora is not None,
-        outputs_freed=bool(train.megatron.get("deallocate_pipeline_outputs")),
-        expert_imbalance=case.assumptions.expert_imbalance,
-    )
     with_gradients = _with_gradients(recipe, work, stage, index, sequences)
     without: list[Part] = []
     if "logprobs" in phases:
         tokens = train.logprob_tokens_per_microbatch or train.tokens_per_microbatch
-        without = _without_gradients(train, replace(work, tokens=min(tokens, whole)), stage)
+        without = _without_gradients(train, replace(work, tokens=min(tokens, _rank_tokens(case))), stage)
     passing = max(_sum(with_gradients), _sum(without))  # the most that passes of a step allocate at once
     sizes = model_parts(case, index)
     models = [Part(name, size, _lowered_by(name, train, arch)) for name, size in sizes.items()]
@@ -324,7 +340,7 @@ def _lowered_by(name: str, train: TrainConfig, arch: Architecture) -> tuple[str,
     fields = [field for field in LOWERED_BY[name] if field != "train.lora" or train.lora is None]
     if name == "optimizer" and not train.distributed_optimizer:
         fields[fields.index("train.layout.data")] = "train.distributed_optimizer"
-    return tuple(["train.layout.expert", *fields] if arch.experts is not None else fields)
+    return tuple(["train.layout.expert", *fields] if arch.experts else fields)
 
 
 def _batch(recipe: AnyRecipe, stage: Stage, sequences: int) -> Part:
@@ -338,7 +354,7 @@ def _batch(recipe: AnyRecipe, stage: Stage, sequences: int) -> Part:
     return Part("batch", tokens * token_bytes, ("train.layout.data", per_step))
 
 
-def _with_gradients(recipe: AnyRecipe, work: Pass, stage: Stage, index: int, sequences: int) -> list[Part]:
+def _with_gradients(recipe: AnyRecipe, work: RankPass, stage: Stage, index: int, sequences: int) -> list[Part]:
     """Returns the activations of all microbatches in flight, and the larger of logits and a layer's backward pass."""
     train, capacity = recipe.train, recipe.train.tokens_per_microbatch * work.layout.context
     kept = work.stage_bytes(stage, index, -(-sequences // max(1, capacity // work.longest)))
@@ -353,7 +369,7 @@ def _with_gradients(recipe: AnyRecipe, work: Pass, stage: Stage, index: int, seq
     return [Part("activations", kept, again + split), largest]
 
 
-def _without_gradients(train: TrainConfig, work: Pass, stage: Stage) -> list[Part]:
+def _without_gradients(train: TrainConfig, work: RankPass, stage: Stage) -> list[Part]:
     layer, logits = work.forward_bytes(stage), 0
     if stage.head:
         logits = work.logits_bytes(work.tokens, gradients=False, entropy=False) + work.hidden_bytes

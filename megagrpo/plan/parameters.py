@@ -6,12 +6,14 @@ One layer of each kind is counted, in the shapes that the weights' sides load, a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapreplace
 from math import prod
+from operator import mul
 from pathlib import Path
+from typing import NamedTuple
 
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, layers_of_chunk
 from megagrpo.plan.units import spans
@@ -19,7 +21,7 @@ from megagrpo.recipe.schema import LoraConfig
 from megagrpo.weights.blocks import BLOCK, QUANTIZED, lacking_manifest, quantized_shapes
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import tensors_of
-from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.architecture import Architecture, Layer
 from megagrpo.weights.families.parts.part import Tensor
 from megagrpo.weights.files.adapters import adapted_linears
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
@@ -40,53 +42,45 @@ def known_models() -> dict[str, Path]:
 
 def total_parameters(arch: Architecture) -> int:
     """Returns the number of elements in the checkpoint's tensors; a tied embedding counts once."""
-    return _elements(arch)[0] + expert_parameters(arch)
+    return _elements(arch).outside + expert_parameters(arch)
 
 
 def expert_parameters(arch: Architecture) -> int:
     """Returns the number of elements in all routed experts."""
-    return _elements(arch)[1] * (arch.experts.count if arch.experts else 0)
+    return sum(elements * kind.mlp.experts for kind, elements in _elements(arch).of_expert.items())
 
 
 def active_parameters(arch: Architecture) -> int:
     """Returns the elements that one token passes, embedding and head included: the second number in "235B-A22B"."""
-    return _elements(arch)[0] + _elements(arch)[1] * (arch.experts.per_token if arch.experts else 0)
+    of_token = sum(elements * kind.mlp.per_token for kind, elements in _elements(arch).of_expert.items())
+    return _elements(arch).outside + of_token
+
+
+class _Elements(NamedTuple):
+    """The elements outside of routed experts, and for each kind of layer those of one expert over all its layers."""
+
+    outside: int
+    of_expert: Mapping[Layer, int]
 
 
 @lru_cache(maxsize=64)
-def _elements(arch: Architecture) -> tuple[int, int]:
-    """Returns the elements outside of routed experts, and those of one routed expert over all layers with experts."""
-    counted = list(_counted(arch))
-    of_expert = sum(elements for tensor, elements in counted if tensor.expert == 0)
-    return sum(elements for tensor, elements in counted if tensor.expert is None), of_expert
+def _elements(arch: Architecture) -> _Elements:
+    kinds, outside = list(arch.kinds), 0
+    of_expert = dict.fromkeys(kinds, 0)
+    for tensor, elements in _counted(arch):
+        if tensor.expert is None:
+            outside += elements
+        elif tensor.expert == 0 and tensor.layer is not None:
+            of_expert[kinds[tensor.layer]] += elements
+    return _Elements(outside, of_expert)
 
 
 def _counted(arch: Architecture) -> Iterator[tuple[Tensor, int]]:
     """Yields the tensors outside of layers and of one layer of each kind, with the elements of all such layers."""
-    dense, sparse = layer_counts(arch, range(arch.layers))
-    for tensor in tensors_of(sample_of(arch)):
+    counts = list(arch.kinds.values())
+    for tensor in tensors_of(arch.sample()):
         if not (tensor.role == "head" and arch.tied_embeddings):
-            times = 1 if tensor.layer is None else dense if dense and tensor.layer == 0 else sparse
-            yield tensor, times * prod(tensor.shape)
-
-
-def layer_counts(arch: Architecture, layers: Iterable[int]) -> tuple[int, int]:
-    """Counts the layers with an MLP, and those with experts."""
-    first = arch.layers if arch.experts is None else arch.experts.dense_layers
-    dense = total = 0
-    for layer in layers:
-        total += 1
-        dense += layer < first
-    return dense, total - dense
-
-
-def sample_of(arch: Architecture, experts: int | None = None) -> Architecture:
-    """Returns the same model with a head of its own and one layer of each kind, with `experts` experts if given."""
-    layers, kind = 1, arch.experts
-    if kind is not None:
-        layers = 2 if kind.dense_layers else 1
-        kind = replace(kind, dense_layers=layers - 1, count=experts or kind.count)
-    return replace(arch, layers=layers, experts=kind, tied_embeddings=False)
+            yield tensor, (1 if tensor.layer is None else counts[tensor.layer]) * prod(tensor.shape)
 
 
 BLOCK_ELEMENT_BYTES = 1 + 4 / BLOCK**2
@@ -148,9 +142,10 @@ class RankParameters:
 def rank_parameters(arch: Architecture, layout: ParallelLayout, stage: int, fused: bool) -> RankParameters:
     """Returns the elements on every rank of a pipeline stage. Raises ModelError if sizes do not divide the model."""
     outside, layers = _training_shard(arch, _cuts(layout), fused)
-    held = stages(arch.layers, layout)[stage]
+    held = stages(len(arch.layers), layout)[stage]
     dense = experts = 0
-    for count, (plain, routed) in zip(layer_counts(arch, held.layers), layers, strict=True):
+    for kind, count in arch.count(held.layers).items():
+        plain, routed = layers[kind]
         dense += count * plain
         experts += count * routed
     embedding = outside["chunk0.embedding.word_embeddings.weight"] if held.embedding else 0
@@ -173,11 +168,10 @@ def _manifest(sample: Architecture, cuts: ParallelLayout, fused: bool, rank: int
 
 
 @lru_cache(maxsize=256)
-def _training_shard(
-    arch: Architecture, cuts: ParallelLayout, fused: bool
-) -> tuple[dict[str, int], tuple[tuple[int, int], tuple[int, int]]]:
-    """Returns `shard_of` of a training rank."""
-    return shard_of(arch, _manifest(sample_of(arch, experts=cuts.expert), cuts, fused), cuts.expert)
+def _training_shard(arch: Architecture, cuts: ParallelLayout, fused: bool) -> Shard:
+    """Returns the shard of a training rank. What is not trained is no parameter of Megatron's."""
+    sample = arch.sample(experts=cuts.expert)
+    return shard_of(arch, sample, _manifest(sample, cuts, fused), lambda tensor: tensor.trained)
 
 
 @lru_cache(maxsize=256)
@@ -186,11 +180,11 @@ def matrices(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the elements of each layer matrix on every rank of a stage, largest first: of those that all data ranks
     have, and of routed experts."""
-    counts = layer_counts(arch, stages(arch.layers, layout)[stage].layers)
+    counts = list(arch.count(stages(len(arch.layers), layout)[stage].layers).values())
     dense, experts = list[int](), list[int]()
-    for name, sparse, shape in _by_layer(arch, _manifest(sample_of(arch), _cuts(layout), fused)):
-        if sparse is not None and len(shape) == 2:
-            (experts if ".experts." in name else dense).extend([prod(shape)] * counts[sparse])
+    for name, kind, shape in _by_layer(_manifest(arch.sample(), _cuts(layout), fused)):
+        if kind is not None and len(shape) == 2:
+            (experts if ".experts." in name else dense).extend([prod(shape)] * counts[kind])
     return tuple(sorted(dense, reverse=True)), tuple(sorted(experts, reverse=True))
 
 
@@ -238,49 +232,62 @@ def model_bytes(arch: Architecture, item_bytes: int, *, quantized: bool) -> Weig
 
 def fetched_elements(arch: Architecture, layout: ParallelLayout, stage: int, fused: bool) -> int:
     """Returns the most elements of blocks cut between ranks that a rank of a stage fetches to quantise its own."""
-    dense, sparse = layer_counts(arch, stages(arch.layers, layout)[stage].layers)
-    fetched = _fetched_in_layers(arch, _cuts(layout), fused)
-    return max(dense * of_dense + sparse * of_sparse for of_dense, of_sparse in fetched)
+    counts = arch.count(stages(len(arch.layers), layout)[stage].layers).values()
+    return max(sum(map(mul, counts, of_rank)) for of_rank in _fetched_in_layers(arch, _cuts(layout), fused))
 
 
 @lru_cache(maxsize=256)
 def _fetched_in_layers(arch: Architecture, cuts: ParallelLayout, fused: bool) -> list[list[int]]:
-    """Returns, by tensor rank, the elements that it fetches for a layer with an MLP, and for one with experts."""
-    sample = sample_of(arch, experts=cuts.expert)
-    shapes, copies = quantized_shapes(sample), arch.experts.count // cuts.expert if arch.experts else 1
-    fetched = [[0, 0] for _ in range(cuts.tensor)]
+    """Returns, by tensor rank, the elements that it fetches for one layer of each kind."""
+    sample = arch.sample(experts=cuts.expert)
+    shapes, copies = quantized_shapes(sample), [kind.mlp.experts // cuts.expert for kind in arch.kinds]
+    fetched = [[0] * len(copies) for _ in range(cuts.tensor)]
     for rank, layers in enumerate(fetched):
-        for name, sparse, shape in _by_layer(arch, lacking_manifest(_manifest(sample, cuts, fused, rank), shapes)):
-            layers[bool(sparse)] += prod(shape) * (copies if ".experts." in name else 1)
+        for name, kind, shape in _by_layer(lacking_manifest(_manifest(sample, cuts, fused, rank), shapes)):
+            if kind is not None:
+                layers[kind] += prod(shape) * (copies[kind] if ".experts." in name else 1)
     return fetched
 
 
-def shard_of(
-    arch: Architecture, sample: Manifest, experts: int
-) -> tuple[dict[str, int], tuple[tuple[int, int], tuple[int, int]]]:
-    """Returns the elements outside of layers by name, and those of one layer with an MLP and of one with experts. The
-    elements of a layer are those outside and inside of routed experts. `sample` has `experts` experts in a layer."""
-    outside: dict[str, int] = {}
-    layers = [[0, 0], [0, 0]]
-    for name, sparse, shape in _by_layer(arch, sample):
-        if sparse is None:
+class Shard(NamedTuple):
+    """The elements on one rank: outside of layers by name, and of one layer of each kind outside and inside of routed
+    experts."""
+
+    outside: dict[str, int]
+    layers: dict[Layer, tuple[int, int]]
+
+
+def shard_of(arch: Architecture, sample: Architecture, held: Manifest, counts: Callable[[Tensor], bool]) -> Shard:
+    """Returns a rank's shard of the tensors that count, from what it holds of a `sample` with fewer experts."""
+    tensors = {tensor.name: tensor for tensor in tensors_of(sample)}
+    left_out = {its.storage for its in held.placements if not counts(tensors[its.box.tensor])}
+    outside, layers = dict[str, int](), [[0, 0] for _ in sample.layers]
+    for name, kind, shape in _by_layer(held):
+        if name in left_out:
+            continue
+        if kind is None:
             outside[name] = prod(shape)
-        elif not name.endswith("router.expert_bias"):  # no parameter of Megatron's
-            layers[sparse][".experts." in name] += prod(shape)
-    (dense, _), (plain, routed) = layers
-    if arch.experts is not None:
-        plain += (arch.experts.count - experts) * arch.hidden
-        routed = routed * arch.experts.count // experts
-    return outside, ((dense, 0), (plain, routed))
+        else:
+            layers[kind][".experts." in name] += prod(shape)
+    whole = {}
+    for kind, its, (plain, routed) in zip(arch.kinds, sample.layers, layers, strict=True):
+        if experts := its.mlp.experts:
+            routed = routed * kind.mlp.experts // experts
+            plain += _beside_experts(kind, counts) - _beside_experts(its, counts)  # each rank has whole routers
+        whole[kind] = plain, routed
+    return Shard(outside, whole)
 
 
-def _by_layer(arch: Architecture, sample: Manifest) -> Iterator[tuple[str, bool | None, tuple[int, ...]]]:
-    """Yields the name and shape of each storage of a `sample_of`, with the kind of its layer: True with experts, False
-    with an MLP, None outside of layers."""
+def _beside_experts(layer: Layer, counts: Callable[[Tensor], bool]) -> int:
+    """Returns the elements of a layer outside of routed experts."""
+    return sum(prod(tensor.shape) for tensor in layer.tensors(0) if tensor.expert is None and counts(tensor))
+
+
+def _by_layer(sample: Manifest) -> Iterator[tuple[str, int | None, tuple[int, ...]]]:
+    """Yields the name and shape of each storage, with the number of its layer, None outside of layers."""
     for name, storage in sample.storages.items():
         layer = re.search(r"\blayers\.(\d+)\.", name)
-        sparse = arch.experts is not None and not (arch.has_dense_layers and layer and layer[1] == "0")
-        yield name, sparse if layer else None, storage.shape
+        yield name, int(layer[1]) if layer else None, storage.shape
 
 
 # --- adapters --------------------------------------------------------------------------------------------------------
@@ -288,9 +295,8 @@ def _by_layer(arch: Architecture, sample: Manifest) -> Iterator[tuple[str, bool 
 
 @dataclass(frozen=True)
 class AdaptedLinear:
-    """A linear layer of a rank, of a layer with experts if `sparse`, with adapters on `parts` matrices fused in it."""
+    """A linear layer of a rank, with adapters on `parts` matrices fused in it."""
 
-    sparse: bool
     of_expert: bool
     parts: int
     columns: int
@@ -298,24 +304,30 @@ class AdaptedLinear:
 
 
 @lru_cache(maxsize=256)
-def layer_adapters(arch: Architecture, cuts: ParallelLayout, targets: tuple[str, ...]) -> list[AdaptedLinear]:
-    """Returns the adapted linears of a layer with an MLP and of one with experts, of which a rank has one here."""
-    sample = sample_of(arch, experts=cuts.expert)
+def layer_adapters(
+    arch: Architecture, cuts: ParallelLayout, targets: tuple[str, ...]
+) -> Mapping[Layer, list[AdaptedLinear]]:
+    """Returns the adapted linears of one layer of each kind, of whose experts a rank has one here."""
+    sample = arch.sample(experts=cuts.expert)
     base = _manifest(sample, cuts, fused=False)
-    kinds = {name: bool(sparse) for name, sparse, _ in _by_layer(arch, base)}
-    return [
-        AdaptedLinear(
-            kinds[of.weight], ".experts." in of.weight, len(of.parts), of.columns, base.storages[of.weight].shape[0]
-        )
-        for of in adapted_linears(sample, base, targets)
-    ]
+    layers = {name: layer for name, layer, _ in _by_layer(base)}
+    linears: list[list[AdaptedLinear]] = [[] for _ in sample.layers]
+    for of in adapted_linears(sample, base, targets):
+        if (layer := layers[of.weight]) is not None:
+            rows = base.storages[of.weight].shape[0]
+            linears[layer].append(AdaptedLinear(".experts." in of.weight, len(of.parts), of.columns, rows))
+    return dict(zip(arch.kinds, linears, strict=True))
 
 
 def adapter_parameters(arch: Architecture, layout: ParallelLayout, stage: int, lora: LoraConfig) -> RankParameters:
     """Returns the adapters' elements on every rank of a stage: A [parts x r, columns] and B [rows, r] per linear."""
-    held = {False: 0, True: 0}
-    counts = layer_counts(arch, stages(arch.layers, layout)[stage].layers)
-    for linear in layer_adapters(arch, _cuts(layout), tuple(lora.targets)):
-        elements = counts[linear.sparse] * lora.rank * (linear.parts * linear.columns + linear.rows)
-        held[linear.of_expert] += elements
-    return RankParameters(0, 0, held[False], held[True] * (arch.experts.count // layout.expert if arch.experts else 0))
+    dense = experts = 0
+    adapters = layer_adapters(arch, _cuts(layout), tuple(lora.targets))
+    for kind, count in arch.count(stages(len(arch.layers), layout)[stage].layers).items():
+        for linear in adapters[kind]:
+            elements = count * lora.rank * (linear.parts * linear.columns + linear.rows)
+            if linear.of_expert:
+                experts += elements * (kind.mlp.experts // layout.expert)
+            else:
+                dense += elements
+    return RankParameters(0, 0, dense, experts)

@@ -94,7 +94,7 @@ class Plan(Case):
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        return stages(self.architecture.layers, self.layout)
+        return stages(len(self.architecture.layers), self.layout)
 
     @cached_property
     def memory(self) -> tuple[DeviceMemory, ...]:
@@ -391,14 +391,15 @@ def _ranks(recipe: AnyRecipe, architecture: Architecture) -> str:
 
 def _layers(recipe: AnyRecipe, architecture: Architecture) -> str:
     layout = recipe.train.layout.parallel()
-    counts, chunks = layers_of_stages(architecture.layers, layout), layout.virtual_pipeline
+    layers, chunks = len(architecture.layers), layout.virtual_pipeline
+    counts = layers_of_stages(layers, layout)
     if len(set(counts)) == 1:
         in_chunks = f" in {chunks} chunks of {counts[0] // chunks}" if chunks > 1 else ""
-        return f"{architecture.layers}, {counts[0]} on each pipeline stage{in_chunks}"
+        return f"{layers}, {counts[0]} on each pipeline stage{in_chunks}"
     first, *between, last = counts
     middle = f", {between[0]} on each in between" if between else ""
     in_chunks = f", each in {chunks} chunks" if chunks > 1 else ""
-    return f"{architecture.layers}, {first} on the first pipeline stage{middle}, {last} on the last{in_chunks}"
+    return f"{layers}, {first} on the first pipeline stage{middle}, {last} on the last{in_chunks}"
 
 
 def _epochs(recipe: AnyRecipe, rows: float | None, what: str) -> str:

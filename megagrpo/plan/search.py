@@ -335,11 +335,11 @@ def layouts(case: Case, ranks: int) -> Iterator[Values]:
     Tensor groups stay within a node, context groups have some thousand tokens for each rank.
     """
     arch, context_max = case.architecture, max(1, longest_sequence(case.recipe) // CONTEXT_TOKENS_MIN)
-    experts = arch.experts.count if arch.experts else 1
+    experts, layers = arch.experts or 1, len(arch.layers)
     for tensor in divisors(gcd(ranks, case.recipe.cluster.gpus_per_node)):
         for pipeline in divisors(ranks // tensor):
             for context in divisors(ranks // tensor // pipeline):
-                if pipeline > arch.layers or context > context_max:
+                if pipeline > layers or context > context_max:
                     continue
                 data = ranks // tensor // pipeline // context
                 sizes = [
@@ -356,7 +356,7 @@ def layouts(case: Case, ranks: int) -> Iterator[Values]:
                             "train.layout.pipeline": pipeline,
                             "train.layout.virtual_pipeline": chunks,
                             "train.layout.first_stage_layers": None,
-                            "train.layout.last_stage_layers": _last_stage(arch.layers, pipeline, chunks),
+                            "train.layout.last_stage_layers": _last_stage(layers, pipeline, chunks),
                             "train.layout.context": context,
                             "train.layout.expert": expert,
                             "train.layout.expert_tensor": expert_tensor,
@@ -397,13 +397,10 @@ def recomputes(case: Case, layout: Values) -> list[str | RecomputeConfig]:
     """Returns choices from nothing to all layers: modules that take little time for what they save, and half of a model
     chunk's layers. Attention's core is not among them: fused attention keeps next to nothing of it."""
     arch = case.architecture
-    layers = arch.layers // (layout["train.layout.pipeline"] * layout["train.layout.virtual_pipeline"])
-    cheap: dict[RecomputeModule, bool] = {
-        "mla_up_proj": arch.latent is not None,
-        "moe_act": arch.experts is not None and case.fused_layers,
-        "mlp": arch.has_dense_layers,
-    }
-    modules = [module for module, saves in cheap.items() if saves]
+    layers = len(arch.layers) // (layout["train.layout.pipeline"] * layout["train.layout.virtual_pipeline"])
+    cheap: tuple[RecomputeModule, ...] = ("mla_up_proj", "moe_act", "mlp") if case.fused_layers else ("mla_up_proj", "mlp")
+    possible = arch.recomputes
+    modules = [module for module in cheap if module in possible]
     some = [RecomputeConfig(modules=modules)] if modules else []
     return ["none", *some, *([RecomputeConfig(layers=layers // 2)] if layers > 1 else []), "full"]
 

@@ -15,18 +15,18 @@ from itertools import product
 from math import ceil
 
 from megagrpo.batching.rank_batches import MICROBATCHES_PER_STAGE
-from megagrpo.batching.work import LayerWork, head_work, layer_work
+from megagrpo.batching.work import head_work
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.assumptions import Lengths
 from megagrpo.plan.case import Case
 from megagrpo.plan.communication import Links, RankGroup, Seconds, added, exchange, gather, groups_of
-from megagrpo.plan.parameters import adapter_parameters, layer_adapters, layer_counts, rank_parameters, stages
+from megagrpo.plan.parameters import adapter_parameters, layer_adapters, rank_parameters, stages
 from megagrpo.recipe.schema import LoraConfig, Recipe, TrainConfig
 from megagrpo.recipe.schema.train import RecomputeModule
-from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.architecture import Architecture, Layer
 
-LayerCounts = tuple[int, int]
-"""Layers with an MLP, and with experts."""
+LayerCounts = tuple[int, ...]
+"""Layers of each kind of the model's, in its order."""
 
 ADAM_BYTES = 30
 """Read and written for each element: main weight and two moments both ways, gradient, and the bfloat16 weight."""
@@ -79,43 +79,38 @@ def training_products(train: TrainConfig, whole: bool = False) -> Products:
 
 def layers_flops(
     arch: Architecture,
-    counts: tuple[int, int],
+    counts: Mapping[Layer, int],
     over: Products,
     tokens: float,
     squares: float,
     lora: LoraConfig | None = None,
 ) -> Flops:
-    """Returns the operations of `counts` layers with an MLP and with experts. `tokens` are those of all sequences
-    together, `squares` the sum of the squared lengths."""
+    """Returns the operations of so many layers of each kind. `tokens` are those of all sequences together, `squares`
+    the sum of the squared lengths."""
     dense = experts = attention = 0.0
     by_weights, others = (over.forward + over.backward * (2 - frozen) for frozen in (over.frozen, False))
-    for sparse, count in enumerate(counts):
+    for kind, count in counts.items():
         if count:
-            work = layer_work(arch, arch.layers - 1 if sparse else 0)
-            again = _work_again(work, over.again, bool(sparse))
+            work, again = kind.work(), _work_again(kind, over.again)
             dense += count * (by_weights * (work.projections + work.mlp) + again.dense) * tokens
             experts += count * (by_weights * work.experts + again.experts) * tokens
             attention += count * (others * work.pairs + again.attention) * squares
             if lora is not None:
                 # Adapters on matrices that Megatron fuses are one product, with zeros between them (megatron/lora.py).
-                linears = layer_adapters(arch, ParallelLayout(), tuple(lora.targets))
                 columns = sum(
-                    (arch.experts.per_token if arch.experts and of.of_expert else 1) * of.parts * (of.columns + of.rows)
-                    for of in linears
-                    if of.sparse == sparse
+                    (kind.mlp.per_token if of.of_expert else 1) * of.parts * (of.columns + of.rows)
+                    for of in layer_adapters(arch, ParallelLayout(), tuple(lora.targets))[kind]
                 )
                 dense += count * others * (2.0 * lora.rank * columns) * tokens
     return Flops(dense, experts, attention)
 
 
-def _work_again(work: LayerWork, modules: frozenset[RecomputeModule], sparse: bool) -> Flops:
+def _work_again(layer: Layer, modules: frozenset[RecomputeModule]) -> Flops:
     """Returns a layer's products that these modules recompute; layernorm and moe_act have none. Omits adapters."""
+    work, mlp = layer.work(), layer.mlp.recomputed_as in modules
     dense = work.up * ("mla_up_proj" in modules)
-    if sparse:
-        dense += work.mlp * ("moe" in modules) + work.shared * ("shared_experts" in modules)
-    else:
-        dense += work.mlp * ("mlp" in modules)
-    return Flops(dense, work.experts * ("moe" in modules), work.pairs * ("core_attn" in modules))
+    dense += work.mlp * mlp + work.shared * ("shared_experts" in modules)
+    return Flops(dense, work.experts * mlp, work.pairs * ("core_attn" in modules))
 
 
 def head_flops(arch: Architecture, over: Products, tokens: float) -> float:
@@ -212,28 +207,28 @@ class TrainingRanks:
         whole, and whether the embedding or the head is there."""
         first: dict[tuple[LayerCounts, LayerCounts, bool, bool], int] = {}
         whole = self.train.recomputed.layers
-        for index, stage in enumerate(stages(self.arch.layers, self.case.layout)):
+        for index, stage in enumerate(stages(len(self.arch.layers), self.case.layout)):
             again = [layer for chunk in stage.chunks for layer in chunk[:whole]] if whole else []
-            counts = layer_counts(self.arch, stage.layers), layer_counts(self.arch, again)
-            first.setdefault((*counts, stage.embedding, stage.head), index)
+            held, twice = (tuple(self.arch.count(layers).values()) for layers in (stage.layers, again))
+            first.setdefault((held, twice, stage.embedding, stage.head), index)
         return first
 
     def _pass_seconds(self, over: Products, batch: BatchSize, micros: int) -> Seconds:
         layout = self.case.layout
         part = batch.share(self.case.assumptions.imbalance / layout.data)
-        kinds: dict[tuple[int, bool], Seconds] = {}
+        kinds, of_kind = list(self.arch.kinds), dict[tuple[int, bool], Seconds]()
         head = head_flops(self.arch, over, part.head_tokens) / (layout.tensor * layout.context)
         head /= self.case.speeds.gpu.flops * self.case.assumptions.matrix_efficiency
         seconds: Seconds = {}
         for counts, whole, _, has_head in self._stages:
             of_stage: Seconds = {}
-            twice = whole if over.backward else (0, 0)
-            for sparse, again in product((0, 1), (False, True)):
-                count = twice[sparse] if again else counts[sparse] - twice[sparse]
-                if count and (sparse, again) not in kinds:
+            twice = whole if over.backward else (0,) * len(kinds)
+            for kind, again in product(range(len(kinds)), (False, True)):
+                count = twice[kind] if again else counts[kind] - twice[kind]
+                if count and (kind, again) not in of_kind:
                     of_layer = training_products(self.train, whole=True) if again else over
-                    kinds[sparse, again] = self._layer_seconds(bool(sparse), of_layer, part, micros)
-                for name, spent in kinds[sparse, again].items() if count else ():
+                    of_kind[kind, again] = self._layer_seconds(kinds[kind], of_layer, part, micros)
+                for name, spent in of_kind[kind, again].items() if count else ():
                     of_stage[name] = of_stage.get(name, 0.0) + count * spent
             of_stage |= {"output layer": head} if has_head else {}
             seconds = max(seconds, of_stage, key=lambda spent: sum(spent.values()))
@@ -244,11 +239,11 @@ class TrainingRanks:
             seconds[f"pipeline communication ({self.groups['pipeline'].link})"] = sends
         return seconds
 
-    def _layer_seconds(self, sparse: bool, over: Products, part: BatchSize, micros: int) -> Seconds:
-        """Returns the seconds of one layer, with experts if `sparse`, for a data rank's part of a batch."""
+    def _layer_seconds(self, layer: Layer, over: Products, part: BatchSize, micros: int) -> Seconds:
+        """Returns the seconds of one layer for a data rank's part of a batch."""
         assumed, peak, groups = self.case.assumptions, self.case.speeds.gpu.flops, self.groups
         ranks = groups["tensor"].ranks * groups["context"].ranks
-        flops = layers_flops(self.arch, (1 - sparse, int(sparse)), over, part.tokens, part.squares, self.train.lora)
+        flops = layers_flops(self.arch, {layer: 1}, over, part.tokens, part.squares, self.train.lora)
         uneven = assumed.expert_imbalance if groups["experts"].ranks > 1 else 1.0
         attention = flops.attention / ranks / (peak * assumed.attention_efficiency)
         between = sum(share for module, share in AGAIN_BETWEEN.items() if module in over.again)
@@ -259,7 +254,7 @@ class TrainingRanks:
             "attention": attention,
             "between products": assumed.layer_seconds * passes,
         }
-        for name, spent in self.layer_exchanges(sparse, over, part.tokens, micros).items():
+        for name, spent in self.layer_exchanges(layer, over, part.tokens, micros).items():
             if name == "experts":
                 spent *= uneven
             elif name == "context" and context_exchange(self.train) == "p2p":
@@ -267,40 +262,35 @@ class TrainingRanks:
             seconds[f"{name} communication ({groups[name].link})"] = spent
         return seconds
 
-    def layer_exchanges(self, sparse: bool, over: Products, tokens: float, micros: int) -> Seconds:
+    def layer_exchanges(self, layer: Layer, over: Products, tokens: float, micros: int) -> Seconds:
         """Returns the seconds of exchanges inside one layer for all microbatches of a pass over `tokens` tokens of a
-        data rank, by item: tensor, context, experts, experts' tensor. `sparse`: the layer has experts."""
-        arch, groups, recomputed = self.arch, self.groups, self.train.recomputed.modules
+        data rank, by item: tensor, context, experts, experts' tensor."""
+        arch, groups, mlp, recomputed = self.arch, self.groups, layer.mlp, self.train.recomputed.modules
         at_once = tokens / groups["context"].ranks * self.case.item_bytes / micros
         # Attention and MLP each gather their input and scatter their output. Backward they gather the input again and
         # the output's gradient, and scatter the input's (megatron's LinearWithGradAccumulationAndAsyncCommunication).
-        parts = 1 if sparse and not (arch.experts and arch.experts.shared_ffn) else 2
-        mlp = ("moe", "shared_experts") if sparse else ("mlp",)  # recomputed, it exchanges again
-        again = over.backward if parts == 2 and recomputed.intersection(mlp) else 0
-        count = (parts * (2 * over.forward + 3 * over.backward) + 2 * again) * micros
+        again = over.backward if mlp.gathers and recomputed & mlp.recomputes - {"moe_act"} else 0
+        count = ((1 + mlp.gathers) * (2 * over.forward + 3 * over.backward) + 2 * again) * micros
         seconds = {"tensor": gather(groups["tensor"], at_once * arch.hidden, count, self.links)}
-        seconds["context"] = self._context_seconds(over, tokens, micros)
-        if sparse and arch.experts is not None:
+        seconds["context"] = self._context_seconds(layer, over, tokens, micros)
+        if mlp.experts:
             # Tokens go to their experts and come back; backward, their gradients do the same.
-            again = over.backward if "moe" in recomputed else 0
+            again = over.backward if mlp.recomputed_as in recomputed else 0
             count = 2 * (over.forward + over.backward + again) * micros
-            sent = at_once / groups["tensor"].ranks * arch.hidden * arch.experts.per_token
+            sent = at_once / groups["tensor"].ranks * arch.hidden * mlp.per_token
             seconds["experts"] = exchange(groups["experts"], sent, count, self.links)
             group = groups["experts' tensor"]
             seconds["experts' tensor"] = gather(group, sent * group.ranks, count, self.links)
         return seconds
 
-    def _context_seconds(self, over: Products, tokens: float, micros: int) -> float:
+    def _context_seconds(self, layer: Layer, over: Products, tokens: float, micros: int) -> float:
         """Returns the seconds of cp_comm_type's exchange: keys and values of all context ranks, or all-to-all over
         heads.
 
         The backward pass gathers keys and values again and returns their gradients. Local layers gather once and keep
         them. A recomputed core exchanges again.
         """
-        arch, tensor, context, latent = self.arch, self.case.layout.tensor, self.groups["context"], self.arch.latent
-        # Columns of one rank: queries and outputs, keys and values.
-        queries = arch.heads / tensor * (arch.head_dim + (arch.head_dim if latent is None else latent.value_dim))
-        keys = 2 * max(1.0, arch.query_groups / tensor) * arch.head_dim if latent is None else queries
+        context, (queries, keys) = self.groups["context"], layer.attention.exchanged(self.case.layout.tensor)
         at_once = tokens / micros * self.case.item_bytes
         forward = 2 if over.backward and "core_attn" in self.train.recomputed.modules else over.forward
         if context_exchange(self.train) == "a2a":

@@ -4,20 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from operator import mul
 from typing import Any
 
 from megagrpo.plan.assumptions import longest_sequence
 from megagrpo.plan.case import Case
-from megagrpo.plan.engine import GIB, MIB, EngineMemory, asked_at_once, cache_bytes_per_token
-from megagrpo.plan.parameters import BLOCK_ELEMENT_BYTES, layer_counts, sample_of, shard_of
+from megagrpo.plan.engine import GIB, MIB, EngineMemory, asked_at_once
+from megagrpo.plan.parameters import BLOCK_ELEMENT_BYTES, shard_of
 from megagrpo.recipe.defaults import cpu_cache_tokens
 from megagrpo.recipe.schema import EngineLayoutConfig
-from megagrpo.weights.blocks import quantized_shapes
+from megagrpo.weights.blocks import QUANTIZED
 from megagrpo.weights.families import FAMILIES
-from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.architecture import Architecture, Layer
 from megagrpo.weights.sides.sglang import manifest, stage_layers
 
 WHOLE_PREFILL_TOKENS = 16384
@@ -42,19 +41,17 @@ def sglang_memory(case: Case) -> EngineMemory:
     asked = min(asked_at_once(case), at_once)
     dtype = str(options.get("kv_cache_dtype") or "auto")
     cached = 1 if dtype.startswith("fp8") else 2 if dtype in ("bf16", "bfloat16") else element
-    per_token = cache_bytes_per_token(arch, group, cached)
     weights, token_bytes = [], []  # by stage
     for stage, held in enumerate(engine_rank_parameters(arch, layout, device)):
-        run = stage_layers(arch.layers, stage, layout.pipeline)
-        layers = len(run)
+        counts = arch.count(stage_layers(len(arch.layers), stage, layout.pipeline))
         weights.append(held * element)
         if rollout.quantization is not None:
-            blocks = sum(map(mul, layer_counts(arch, run), engine_blocks(arch, layout)))
+            blocks = sum(counts[kind] * elements for kind, elements in engine_blocks(arch, layout).items())
             weights[-1] -= int(blocks * (element - BLOCK_ELEMENT_BYTES))
-        if (latent := arch.latent) is not None:  # w_kc and w_vc, which SGLang makes of kv_b_proj
-            each_head = (latent.plain_dim + latent.value_dim) * latent.key_value_rank
-            weights[-1] += layers * (arch.heads // group) * each_head * element
-        token_bytes.append(per_token * layers // arch.layers)
+        weights[-1] += element * sum(count * kind.attention.derived_elements(group) for kind, count in counts.items())
+        token_bytes.append(
+            cached * sum(count * kind.attention.cached_elements(group) for kind, count in counts.items())
+        )
     sizes = GraphSizes.of(options, card_bytes, layout, at_once)
     if device == "cpu":
         tokens = cpu_cache_tokens(rollout.requests_at_once, longest)
@@ -82,15 +79,12 @@ def sglang_memory(case: Case) -> EngineMemory:
 
 
 @lru_cache(maxsize=1024)
-def engine_blocks(arch: Architecture, layout: EngineLayoutConfig) -> tuple[int, int]:
-    """Returns the elements in blocks on one rank of a quantised engine: of a layer with an MLP, and of one with
-    experts."""
-    sample, one_stage = sample_of(arch, layout.tensor), layout.model_copy(update={"pipeline": 1})
-    held, shapes = manifest(sample, one_stage, 0, "float32", "cuda"), quantized_shapes(sample)
-    names = {its.storage for its in held.placements if its.box.tensor in shapes}
-    blocks = replace(held, storages={name: held.storages[name] for name in names})
-    _, (plain, sparse) = shard_of(replace(arch, hidden=0), blocks, layout.tensor)  # no part of it is a router
-    return sum(plain), sum(sparse)
+def engine_blocks(arch: Architecture, layout: EngineLayoutConfig) -> Mapping[Layer, int]:
+    """Returns the elements in blocks on one rank of a quantised engine, of one layer of each kind."""
+    sample, one_stage = arch.sample(layout.tensor), layout.model_copy(update={"pipeline": 1})
+    held = manifest(sample, one_stage, 0, "float32", "cuda")
+    blocks = shard_of(arch, sample, held, lambda tensor: tensor.role in QUANTIZED)
+    return {kind: sum(elements) for kind, elements in blocks.layers.items()}
 
 
 @lru_cache(maxsize=1024)
@@ -98,14 +92,13 @@ def engine_rank_parameters(arch: Architecture, layout: EngineLayoutConfig, devic
     """Returns the elements of all parameters of one rank, for each pipeline stage. Raises ModelError if SGLang
     cannot hold the model so."""
     one_stage = layout.model_copy(update={"pipeline": 1})
-    sample = manifest(sample_of(arch, layout.tensor), one_stage, 0, "float32", device)
-    outside, layers = shard_of(arch, sample, layout.tensor)
-    biases = arch.experts.count - layout.tensor if arch.experts and arch.experts.router else 0  # parameters in SGLang
+    sample = arch.sample(layout.tensor)
+    outside, layers = shard_of(arch, sample, manifest(sample, one_stage, 0, "float32", device), lambda _: True)
     of_stages = []
     for stage in range(layout.pipeline):
         first, last = stage == 0, stage == layout.pipeline - 1
-        dense, sparse = layer_counts(arch, stage_layers(arch.layers, stage, layout.pipeline))
-        held = dense * sum(layers[0]) + sparse * (sum(layers[1]) + biases)
+        counts = arch.count(stage_layers(len(arch.layers), stage, layout.pipeline))
+        held = sum(count * sum(layers[kind]) for kind, count in counts.items())
         held += outside["model.embed_tokens.weight"] if first else 0
         held += outside["model.norm.weight"] if last else 0
         if arch.tied_embeddings:
@@ -159,12 +152,7 @@ def _working_bytes(arch: Architecture, sizes: GraphSizes, element: int) -> int:
 
     Each group attends to its part of a prefill; MLPs and experts have all of it.
     """
-    layout, prefill, requests = sizes.layout, sizes.prefill, sizes.requests
-    widths = [4 * arch.heads / layout.tensor * arch.head_dim]
-    if arch.has_dense_layers:
-        widths.append(3 * arch.ffn / layout.tensor)
-    if arch.experts is not None:
-        shards = layout.tensor / layout.expert
-        widths.append(arch.experts.per_token * (arch.hidden + 3 * arch.experts.ffn / shards))
-    layer, logits = int(prefill * (4 * arch.hidden + max(widths)) * element), 2 * 4 * requests * arch.vocab
+    widest = max(part.engine_columns(sizes.layout) for kind in arch.kinds for part in (kind.attention, kind.mlp))
+    layer = int(sizes.prefill * (4 * arch.hidden + widest) * element)
+    logits = 2 * 4 * sizes.requests * arch.vocab
     return sizes.graph_bytes + max(layer, logits)

@@ -60,6 +60,10 @@ class Layer:
         """Returns the modules that train.recompute may name for this layer."""
         return self.attention.recomputes | self.mlp.recomputes
 
+    def with_experts(self, experts: int) -> Layer:
+        """Returns the same layer with so many experts, if it has any."""
+        return replace(self, mlp=self.mlp.with_experts(experts))
+
     def work(self) -> LayerWork:
         return self.attention.work() + self.mlp.work()
 
@@ -85,16 +89,30 @@ class Architecture:
     @cached_property
     def kinds(self) -> Mapping[Layer, int]:
         """Returns the different layers in order of appearance, with the number of each."""
-        return self.count(range(len(self.layers)))
+        return Counter(self.layers)
 
-    def count(self, layers: Iterable[int]) -> Mapping[Layer, int]:
-        """Returns the kinds of layers with these numbers, and how many there are of each."""
-        return Counter(self.layers[layer] for layer in layers)
+    @cached_property
+    def _kind_of(self) -> tuple[int, ...]:
+        """Returns the place of each layer's kind in `kinds`: hashes of layers are slow."""
+        places = {kind: place for place, kind in enumerate(self.kinds)}
+        return tuple(places[layer] for layer in self.layers)
+
+    def count(self, layers: Iterable[int]) -> dict[Layer, int]:
+        """Returns how many of the layers with these numbers are of each kind, 0 included, in the order of `kinds`."""
+        counts = [0] * len(self.kinds)
+        for layer in layers:
+            counts[self._kind_of[layer]] += 1
+        return dict(zip(self.kinds, counts, strict=True))
 
     @property
     def experts(self) -> int:
         """Returns the number of experts in a layer that has some; 0 if none has."""
         return max(layer.mlp.experts for layer in self.kinds)
+
+    @property
+    def experts_per_token(self) -> int:
+        """Returns the number of experts that a token passes in a layer that has some; 0 if none has."""
+        return max(layer.mlp.per_token for layer in self.kinds)
 
     @property
     def rope(self) -> Rope:
@@ -116,9 +134,11 @@ class Architecture:
         """Returns the modules that train.recompute may name for some layer."""
         return frozenset[str]().union(*(layer.recomputes for layer in self.kinds))
 
-    def sample(self) -> Architecture:
-        """Returns the same model with a head of its own and one layer of each kind."""
-        return replace(self, layers=tuple(self.kinds), tied_embeddings=False)
+    def sample(self, experts: int | None = None) -> Architecture:
+        """Returns the same model with a head of its own and one layer of each kind, in the order of `kinds`. Layers
+        with experts have `experts` of them, if given."""
+        kinds = self.kinds if experts is None else [kind.with_experts(experts) for kind in self.kinds]
+        return replace(self, layers=tuple(kinds), tied_embeddings=False)
 
     def divided(self) -> list[Divided]:
         """Returns the sizes of all layers that a parallel size must divide."""

@@ -170,6 +170,20 @@ class Attention:
         """Returns the elements of a token's keys and values on each of `tensor` ranks of an engine."""
         return 2 * max(1, self.groups // tensor) * self.head_dim
 
+    def derived_elements(self, ranks: int) -> int:
+        """Returns the elements that an engine rank makes of its weights, of `ranks` that share the attention."""
+        return 0
+
+    def engine_columns(self, sizes: EngineSizes) -> float:
+        """Returns the elements that an engine rank makes of a token of a prefill."""
+        return 4 * self.heads / sizes.tensor * self.head_dim
+
+    def exchanged(self, tensor: int) -> tuple[float, float]:
+        """Returns the elements of a token, on each of `tensor` ranks, that context ranks exchange: of queries with
+        outputs, and of keys with values."""
+        queries, keys = self._of_rank(tensor)
+        return 2 * queries, 2 * keys
+
     def kept_bytes(self, its: Pass) -> int:
         """Returns the bytes that a training rank keeps for the backward pass."""
         cores = "core_attn" not in its.modules

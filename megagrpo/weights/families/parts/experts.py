@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megagrpo.weights.families.parts.mlp import Mlp
@@ -50,6 +50,10 @@ class Experts:
     holds_norm = None
 
     @property
+    def gathers(self) -> bool:
+        return self.shared_ffn > 0
+
+    @property
     def recomputes(self) -> frozenset[str]:
         return frozenset(["moe", "moe_act", *(["shared_experts"] if self.shared_ffn else [])])
 
@@ -67,6 +71,9 @@ class Experts:
             yield Tensor(at + "shared_experts.gate_proj.weight", (ffn, self.hidden), "shared_gate", layer)
             yield Tensor(at + "shared_experts.up_proj.weight", (ffn, self.hidden), "shared_up", layer)
             yield Tensor(at + "shared_experts.down_proj.weight", (self.hidden, ffn), "shared_down", layer)
+
+    def with_experts(self, experts: int) -> Experts:
+        return replace(self, experts=experts)
 
     # --- Megatron -----------------------------------------------------------------------------------------------------
 
@@ -140,6 +147,10 @@ class Experts:
             experts=6.0 * self.hidden * self.per_token * self.ffn,
             shared=shared,
         )
+
+    def engine_columns(self, sizes: EngineSizes) -> float:
+        """Returns the elements of a token's copies, and those that its experts make of them on one rank."""
+        return self.per_token * (self.hidden + 3 * self.ffn / (sizes.tensor / sizes.expert))
 
     def tokens(self, its: Pass) -> int:
         """Returns the tokens that pass one rank's experts. Ranks that share an expert's matrices pool their tokens."""

@@ -148,6 +148,17 @@ class LatentAttention:
         """Returns the elements of a token's latents, which every rank of an engine holds whole."""
         return self.key_value_rank + self.rotary_dim
 
+    def derived_elements(self, ranks: int) -> int:
+        """Returns the elements of w_kc and w_vc, which SGLang makes of kv_b_proj."""
+        return self.heads // ranks * (self.plain_dim + self.value_dim) * self.key_value_rank
+
+    def engine_columns(self, sizes: EngineSizes) -> float:
+        return 4 * self.heads / sizes.tensor * self.head_dim
+
+    def exchanged(self, tensor: int) -> tuple[float, float]:
+        columns = self.heads / tensor * (self.head_dim + self.value_dim)
+        return columns, columns
+
     def kept_bytes(self, its: Pass) -> int:
         """Returns the bytes of down projections with their norms, then queries, keys, values and output by head."""
         element, heads = its.element_bytes, self.heads / its.layout.tensor

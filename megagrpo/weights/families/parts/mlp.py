@@ -20,7 +20,9 @@ class Mlp:
     hidden: int
     ffn: int
 
-    experts = 0
+    experts = per_token = 0
+    gathers = True
+    """Tensor ranks gather its input, and scatter its output."""
     recomputed_as = "mlp"
     """The name in train.recompute under which the whole part is recomputed."""
     recomputes = frozenset({"mlp"})
@@ -31,6 +33,9 @@ class Mlp:
         yield Tensor(at + "gate_proj.weight", (self.ffn, self.hidden), "gate", layer)
         yield Tensor(at + "up_proj.weight", (self.ffn, self.hidden), "up", layer)
         yield Tensor(at + "down_proj.weight", (self.hidden, self.ffn), "down", layer)
+
+    def with_experts(self, experts: int) -> Mlp:
+        return self
 
     def fields(self) -> dict[str, Any]:
         return {"ffn_hidden_size": self.ffn}
@@ -51,6 +56,10 @@ class Mlp:
 
     def work(self) -> LayerWork:
         return LayerWork(mlp=6.0 * self.hidden * self.ffn)
+
+    def engine_columns(self, sizes: EngineSizes) -> float:
+        """Returns the elements that an engine rank makes of a token of a prefill."""
+        return 3 * self.ffn / sizes.tensor
 
     def kept_bytes(self, its: Pass) -> int:
         """Returns the bytes of the first product (gate and up) and the second's input; CPUs keep two tensors more."""
