@@ -135,8 +135,8 @@ CASES = (
 
 def of_ranks(name: str, arch: Architecture, ranks: int) -> Case:
     """The same model on more and more ranks: replicas are added, of training and of engines."""
-    engine = EngineLayoutConfig(tensor=8) if arch.experts is None else EngineLayoutConfig(tensor=32, expert=32)
-    expert = 1 if arch.experts is None else min(64, ranks // 4)
+    engine = EngineLayoutConfig(tensor=32, expert=32) if arch.experts else EngineLayoutConfig(tensor=8)
+    expert = min(64, ranks // 4) if arch.experts else 1
     layout = ParallelLayout(
         tensor=8, pipeline=4, data=ranks // 32, expert=expert, last_stage_layers=None if expert == 1 else 13
     )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
 import torch
 
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, rank_grid
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.families import tensors_of
-from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope, SigmoidRouter
+from megagrpo.weights.families.architecture import Architecture, Layer
+from megagrpo.weights.families.parts import Attention, Experts, LatentAttention, Mlp, Rope, SigmoidRouter
 
 Tensors = dict[str, torch.Tensor]
 
@@ -19,30 +24,40 @@ EXPERT_NAMES = {
 }
 
 
-def architecture(**changes: object) -> Architecture:
-    """A tiny qwen2 with unequal dimensions."""
-    given: dict[str, object] = {
-        "family": "qwen2", "layers": 4, "hidden": 20, "ffn": 28, "heads": 4, "query_groups": 2, "head_dim": 6,
-        "vocab": 31, "max_positions": 64, "norm_epsilon": 1e-5, "tied_embeddings": False, "qkv_bias": True,
-        "qk_norm": False,
-        "rope": Rope(1e4), "experts": None,
-    }  # fmt: skip
-    return Architecture(**(given | changes))  # type: ignore[arg-type]
+TINY: dict[str, Any] = {
+    "family": "qwen2", "hidden": 20, "vocab": 31, "max_positions": 64, "norm_epsilon": 1e-5, "tied_embeddings": False,
+    "heads": 4, "rope": Rope(1e4), "groups": 2, "head_dim": 6, "bias": False, "norm": False,
+    "query_rank": 12, "key_value_rank": 10, "plain_dim": 6, "rotary_dim": 2, "value_dim": 5, "ffn": 28,
+    "experts": 4, "per_token": 2, "expert_ffn": 12, "normalize_top_k": True, "router": None, "shared_ffn": 0,
+}  # fmt: skip
+"""Unequal dimensions: fields of an architecture and of its parts."""
 
 
-def moe_architecture(**changes: object) -> Architecture:
-    moe = {"family": "qwen3_moe", "qkv_bias": False, "qk_norm": True, "experts": Experts(4, 2, 12, True)}
-    return architecture(**(moe | changes))
+def architecture(layers: int = 4, **changes: Any) -> Architecture:
+    """A tiny qwen2, or with changed fields."""
+    return _of(Attention, [Mlp] * layers, {"bias": changes.get("family", "qwen2") == "qwen2"} | changes)
 
 
-def latent_architecture(**changes: object) -> Architecture:
-    """A tiny deepseek_v3 with unequal dimensions: the first layer dense, the others with routed and shared experts."""
-    given = {
-        "family": "deepseek_v3", "qkv_bias": False, "query_groups": 4, "head_dim": 8,
-        "latent": LatentAttention(query_rank=12, key_value_rank=10, plain_dim=6, rotary_dim=2, value_dim=5),
-        "experts": Experts(4, 2, 12, True, SigmoidRouter(2, 1, 2.5), shared_ffn=16, dense_layers=1),
-    }  # fmt: skip
-    return architecture(**(given | changes))
+def moe_architecture(layers: int = 4, **changes: Any) -> Architecture:
+    return _of(Attention, [Experts] * layers, {"family": "qwen3_moe", "norm": True} | changes)
+
+
+def latent_architecture(layers: int = 4, dense: int = 1, **changes: Any) -> Architecture:
+    """A tiny deepseek_v3: the first layers dense, the others with routed and shared experts."""
+    own = {"family": "deepseek_v3", "router": SigmoidRouter(2, 1, 2.5), "shared_ffn": 16}
+    return _of(LatentAttention, [Mlp] * dense + [Experts] * (layers - dense), own | changes)
+
+
+def _of(attention: type, mlps: Sequence[type[Mlp | Experts]], changes: dict[str, Any]) -> Architecture:
+    assert changes.keys() <= TINY.keys()
+    sizes = TINY | changes
+
+    def made(kind: Any, **own: Any) -> Any:
+        given = sizes | own
+        return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})
+
+    mixing, parts = made(attention), {Mlp: made(Mlp), Experts: made(Experts, ffn=sizes["expert_ffn"])}
+    return made(Architecture, layers=tuple(Layer(mixing, parts[mlp]) for mlp in mlps))
 
 
 ARCHITECTURES = {"dense": architecture, "experts": moe_architecture, "latent": latent_architecture}
@@ -75,7 +90,7 @@ def rank_tensors(
 ) -> Tensors:
     """Every parameter of one rank by name, with the local or the transformer-engine spec's names."""
     held: Tensors = {}
-    pieces = layers_by_piece(arch.layers, layout)
+    pieces = layers_by_piece(len(arch.layers), layout)
     for chunk in range(layout.virtual_pipeline):
         piece = chunk * layout.pipeline + where.pipeline
         if piece == 0:
@@ -83,7 +98,7 @@ def rank_tensors(
                 checkpoint["model.embed_tokens.weight"], layout.tensor, where.tensor
             )
         for local, number in enumerate(pieces[piece]):
-            layer = layer_tensors(arch, layout, where, checkpoint, f"model.layers.{number}.", te)
+            layer = layer_tensors(arch, layout, where, checkpoint, number, te)
             held |= {f"chunk{chunk}.decoder.layers.{local}.{name}": tensor for name, tensor in layer.items()}
         if piece == layout.pipeline * layout.virtual_pipeline - 1:
             held[f"chunk{chunk}.decoder.final_layernorm.weight"] = checkpoint["model.norm.weight"]
@@ -103,33 +118,35 @@ def vocabulary(weight: torch.Tensor, tensor: int, index: int) -> torch.Tensor:
 
 
 def layer_tensors(
-    arch: Architecture, layout: ParallelLayout, where: RankCoordinates, checkpoint: Tensors, prefix: str, te: bool
+    arch: Architecture, layout: ParallelLayout, where: RankCoordinates, checkpoint: Tensors, number: int, te: bool
 ) -> Tensors:
+    prefix, attention, experts = f"model.layers.{number}.", arch.layers[number].attention, arch.layers[number].mlp
+
     def hf(name: str) -> torch.Tensor:
         return checkpoint[prefix + name]
 
     def fused(kind: str) -> torch.Tensor:
-        q, k, v = (hf(f"self_attn.{x}_proj.{kind}").unflatten(0, (arch.query_groups, -1)) for x in "qkv")
+        q, k, v = (hf(f"self_attn.{x}_proj.{kind}").unflatten(0, (attention.groups, -1)) for x in "qkv")
         return torch.cat([q, k, v], dim=1).flatten(0, 1).chunk(layout.tensor)[where.tensor]
 
     def fc1(gate: torch.Tensor, up: torch.Tensor, shards: int, index: int) -> torch.Tensor:
         return torch.cat([gate.chunk(shards)[index], up.chunk(shards)[index]])
 
     held = {"self_attention.linear_proj.weight": hf("self_attn.o_proj.weight").chunk(layout.tensor, 1)[where.tensor]}
-    if arch.latent is not None:
+    if isinstance(attention, LatentAttention):
         held["input_layernorm.weight"] = hf("input_layernorm.weight")
-        held |= latent_tensors(arch, layout, where, checkpoint, prefix, te)
+        held |= latent_tensors(layout, where, checkpoint, prefix, te)
     else:
         norm = "self_attention.linear_qkv.layer_norm_weight" if te else "input_layernorm.weight"
         held[norm] = hf("input_layernorm.weight")
         held["self_attention.linear_qkv.weight"] = fused("weight")
-    if arch.qkv_bias:
-        held["self_attention.linear_qkv.bias"] = fused("bias")
-    if arch.qk_norm:
-        held["self_attention.q_layernorm.weight"] = hf("self_attn.q_norm.weight")
-        held["self_attention.k_layernorm.weight"] = hf("self_attn.k_norm.weight")
+        if attention.bias:
+            held["self_attention.linear_qkv.bias"] = fused("bias")
+        if attention.norm:
+            held["self_attention.q_layernorm.weight"] = hf("self_attn.q_norm.weight")
+            held["self_attention.k_layernorm.weight"] = hf("self_attn.k_norm.weight")
     post = hf("post_attention_layernorm.weight")
-    if f"{prefix}mlp.gate_proj.weight" in checkpoint:
+    if isinstance(experts, Mlp):
         held["mlp.linear_fc1.layer_norm_weight" if te else "pre_mlp_layernorm.weight"] = post
         gate, up = hf("mlp.gate_proj.weight"), hf("mlp.up_proj.weight")
         held["mlp.linear_fc1.weight"] = fc1(gate, up, layout.tensor, where.tensor)
@@ -138,14 +155,13 @@ def layer_tensors(
     held["pre_mlp_layernorm.weight"] = post
     module, *names_of_projections = EXPERT_NAMES[arch.family]
     held["mlp.router.weight"] = hf(f"{module}.gate.weight")
-    assert arch.experts is not None
-    if arch.experts.router is not None:
+    if experts.router is not None:
         held["mlp.router.expert_bias"] = hf("mlp.gate.e_score_correction_bias")
-    if arch.experts.shared_ffn:
+    if experts.shared_ffn:
         gate, up, down = (hf(f"mlp.shared_experts.{x}_proj.weight") for x in ("gate", "up", "down"))
         held["mlp.shared_experts.linear_fc1.weight"] = fc1(gate, up, layout.tensor, where.tensor)
         held["mlp.shared_experts.linear_fc2.weight"] = down.chunk(layout.tensor, 1)[where.tensor]
-    here = arch.experts.count // layout.expert
+    here = experts.experts // layout.expert
     for local in range(here):
         gate, up, down = (
             hf(f"{module}.experts.{where.expert * here + local}.{name}.weight") for name in names_of_projections
@@ -162,7 +178,7 @@ def layer_tensors(
 
 
 def latent_tensors(
-    arch: Architecture, layout: ParallelLayout, where: RankCoordinates, checkpoint: Tensors, prefix: str, te: bool
+    layout: ParallelLayout, where: RankCoordinates, checkpoint: Tensors, prefix: str, te: bool
 ) -> Tensors:
     """The projections of latent attention. Those down to the latents are whole with transformer-engine."""
 
@@ -212,30 +228,29 @@ def engine_tensors(
         return cut(weight, padded, 0, group)
 
     def key_or_value(weight: torch.Tensor) -> torch.Tensor:
-        heads = weight.unflatten(0, (arch.query_groups, -1))
-        copies = max(1, group // arch.query_groups)
+        heads = weight.unflatten(0, (layer.attention.groups, -1))
+        copies = max(1, group // layer.attention.groups)
         return heads.repeat_interleave(copies, 0).chunk(group)[rank % group].flatten(0, 1)
 
-    ffn_of_experts = arch.experts.ffn if arch.experts is not None else 0
     shards, index = tensor // expert, rank % (tensor // expert)
 
     def part(weights: torch.Tensor, dim: int) -> torch.Tensor:
         weights = weights.chunk(shards, dim)[index]
         shape = list(weights.shape)
-        shape[dim] = ffn(ffn_of_experts) // shards - shape[dim]
+        shape[dim] = ffn(layer.mlp.ffn) // shards - shape[dim]
         return torch.cat([weights, weights.new_zeros(shape)], dim)
 
     held = {"model.embed_tokens.weight": vocabulary(checkpoint["model.embed_tokens.weight"])} if first else {}
-    lengths = [arch.layers // sizes.pipeline] * sizes.pipeline
-    for longer in range(arch.layers % sizes.pipeline):
+    lengths = [len(arch.layers) // sizes.pipeline] * sizes.pipeline
+    for longer in range(len(arch.layers) % sizes.pipeline):
         lengths[-1 - longer] += 1
-    for layer in range(sum(lengths[:stage]), sum(lengths[: stage + 1])):
-        prefix = f"model.layers.{layer}."
+    for number in range(sum(lengths[:stage]), sum(lengths[: stage + 1])):
+        prefix, layer = f"model.layers.{number}.", arch.layers[number]
         for name in checkpoint:
             if name.startswith(prefix) and "norm" in name:
                 held[name] = checkpoint[name]
         attention = prefix + "self_attn."
-        if arch.latent is not None:
+        if isinstance(layer.attention, LatentAttention):
             down = [checkpoint[attention + "kv_a_proj_with_mqa.weight"]]
             if f"{attention}q_a_proj.weight" in checkpoint:
                 down.insert(0, checkpoint[attention + "q_a_proj.weight"])
@@ -246,29 +261,27 @@ def engine_tensors(
                     up = checkpoint[f"{attention}{name}.weight"]
                     held[f"{attention}{name}.weight"] = cut(up, up.shape[0], 0, group)
         for kind in ("weight", "bias"):
-            if arch.latent is None and f"{attention}q_proj.{kind}" in checkpoint:
+            if isinstance(layer.attention, Attention) and f"{attention}q_proj.{kind}" in checkpoint:
                 q, k, v = (checkpoint[f"{attention}{x}_proj.{kind}"] for x in "qkv")
                 qkv = [cut(q, q.shape[0], 0, group), key_or_value(k), key_or_value(v)]
                 held[f"{attention}qkv_proj.{kind}"] = torch.cat(qkv)
         o = checkpoint[attention + "o_proj.weight"]
         held[attention + "o_proj.weight"] = cut(o, o.shape[1], 1, group)
-        mlps = {prefix + "mlp.": ffn(arch.ffn)}
-        if arch.experts is not None:
-            shared = arch.experts.shared_ffn // arch.experts.ffn * ffn(arch.experts.ffn)
-            mlps[prefix + "mlp.shared_experts."] = shared
-        for mlp, size in mlps.items():
-            if f"{mlp}gate_proj.weight" in checkpoint:
-                gate, up, down = (checkpoint[f"{mlp}{x}_proj.weight"] for x in ("gate", "up", "down"))
-                held[mlp + "gate_up_proj.weight"] = torch.cat([cut(gate, size, 0), cut(up, size, 0)])
-                held[mlp + "down_proj.weight"] = cut(down, size, 1)
-        if f"{prefix}mlp.gate_proj.weight" in checkpoint or arch.experts is None:
+        mlp, size, experts = f"{prefix}mlp.", ffn(layer.mlp.ffn), layer.mlp
+        if isinstance(experts, Experts):
+            mlp, size = f"{prefix}mlp.shared_experts.", experts.shared_ffn // experts.ffn * size
+        if f"{mlp}gate_proj.weight" in checkpoint:
+            gate, up, down = (checkpoint[f"{mlp}{x}_proj.weight"] for x in ("gate", "up", "down"))
+            held[mlp + "gate_up_proj.weight"] = torch.cat([cut(gate, size, 0), cut(up, size, 0)])
+            held[mlp + "down_proj.weight"] = cut(down, size, 1)
+        if isinstance(experts, Mlp):
             continue
         module, *names = EXPERT_NAMES[arch.family]
         mlp = f"{prefix}{module}."
         gate, up, down = (
-            torch.stack([checkpoint[f"{mlp}experts.{e}.{name}.weight"] for e in range(arch.experts.count)]).chunk(
-                expert
-            )[rank // (tensor // expert)]
+            torch.stack([checkpoint[f"{mlp}experts.{e}.{name}.weight"] for e in range(experts.experts)]).chunk(expert)[
+                rank // (tensor // expert)
+            ]
             for name in names
         )
         for name in ("gate.weight", "gate.e_score_correction_bias"):

@@ -30,15 +30,15 @@ class Limits:
 
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
-    ("weights",): 6_195,
-    ("megatron",): 3_730,
+    ("weights",): 6_711,
+    ("megatron",): 3_740,
     ("layout", "batching", "algorithm"): 2_758,
     ("checkpoint", "convert"): 2_248,
     ("rollout",): 3_307,
     ("cluster",): 3_348,
     ("trainer", "evaluation"): 4_241,
-    ("recipe", "preflight", "doctor"): 5_437,
-    ("plan",): 4_981,
+    ("recipe", "preflight", "doctor"): 5_435,
+    ("plan",): 4_982,
     ("data",): 2_694,
     ("reward",): 7_663,
     ("agents",): 4_887,
@@ -49,8 +49,8 @@ BUDGETS = {
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=308),
-    "tests": Limits(lines=51_555, lines_of_file=600, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=314),
+    "tests": Limits(lines=51_518, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (15, 6), "A metric's walk": (5, 3)}

@@ -123,14 +123,14 @@ def loaded(directory: Path, iteration: Path, layout: ParallelLayout) -> list[tor
     """The model's chunks on this rank with weights that only the checkpoint can have given them."""
     arch = read_architecture(directory)
     config = transformer_config(arch, TrainConfig(layout=LayoutConfig(**vars(layout))), torch.float32, "cpu")
-    if arch.experts is not None and not arch.experts.dense_layers:
+    if all(kind.mlp.experts for kind in arch.kinds):
         config.moe_layer_freq = 1  # Megatron-LM's default; with a list, each layer has keys of its own
     chunks = build_chunks(arch, config, layout)
     with torch.no_grad():
         for tensor in named_tensors(chunks).values():
             tensor.fill_(float("nan"))
     common = dist_checkpointing.load_common_state_dict(str(iteration))
-    assert (common["args"].num_layers, common["args"].hidden_size) == (arch.layers, arch.hidden)
+    assert (common["args"].num_layers, common["args"].hidden_size) == (len(arch.layers), arch.hidden)
     metadata = common["content_metadata"] | {"dp_cp_group": parallel_state.get_data_parallel_group(True)}
     found = dist_checkpointing.load(sharded(chunks, metadata), str(iteration), strict="raise_unexpected")
     for index, chunk in enumerate(chunks):

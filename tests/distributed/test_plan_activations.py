@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,50 +13,24 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, 
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import heads
 from megagrpo.plan import activations
-from megagrpo.plan.activations import Pass, passes_in_flight
+from megagrpo.plan.activations import RankPass, passes_in_flight
 from megagrpo.plan.parameters import stages
 from megagrpo.recipe import schema
-from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope
+from megagrpo.weights.families.architecture import Architecture
 from tests.distributed import activation_ranks
 from tests.distributed.layouts import soak
 from tests.rank_group import run_ranks
+from tests.weights_oracle import architecture, latent_architecture, moe_architecture
 
 TOLERANCE = 0.15
 
-DENSE = Architecture(
-    "qwen2",
-    layers=4,
-    hidden=192,
-    ffn=480,
-    heads=6,
-    query_groups=2,
-    head_dim=32,
-    vocab=64,
-    max_positions=4096,
-    norm_epsilon=1e-6,
-    tied_embeddings=False,
-    qkv_bias=True,
-    qk_norm=False,
-    rope=Rope(10000.0),
-)
-HEADS = replace(DENSE, head_dim=128)
-WIDE = replace(DENSE, layers=2, vocab=32768, hidden=96)
-EXPERTS = replace(
-    DENSE,
-    family="qwen3_moe",
-    qkv_bias=False,
-    qk_norm=True,
-    experts=Experts(count=8, per_token=2, ffn=160, normalize_top_k=True),
-)
-SHARED = replace(EXPERTS, experts=Experts(count=8, per_token=2, ffn=80, normalize_top_k=True, shared_ffn=320))
-LATENT = replace(
-    DENSE,
-    family="deepseek_v3",
-    heads=8,
-    query_groups=8,
-    head_dim=24,
-    qkv_bias=False,
-    latent=LatentAttention(query_rank=96, key_value_rank=64, plain_dim=16, rotary_dim=8, value_dim=16),
+SIZES: dict[str, Any] = {"hidden": 192, "ffn": 480, "heads": 6, "head_dim": 32, "vocab": 64, "max_positions": 4096}
+DENSE, HEADS = architecture(**SIZES), architecture(**SIZES | {"head_dim": 128})
+WIDE = architecture(2, **SIZES | {"vocab": 32768, "hidden": 96})
+EXPERTS = moe_architecture(**SIZES, experts=8, expert_ffn=160)
+SHARED = moe_architecture(**SIZES, experts=8, expert_ffn=80, shared_ffn=320)
+LATENT = latent_architecture(
+    dense=4, **SIZES | {"heads": 8}, query_rank=96, key_value_rank=64, plain_dim=16, rotary_dim=8, value_dim=16
 )
 
 
@@ -133,19 +107,21 @@ SOAK = [
 def planned(case: Case, stage: int) -> tuple[int, int]:
     """Bytes of an update and of a pass without gradients."""
     layout, arch = case.train.layout.parallel(), case.architecture
-    work = Pass(
-        arch,
+    work = RankPass(
         layout,
+        arch.hidden,
         element_bytes=2 if case.dtype == "bfloat16" else 4,
         tokens=sum(case.lengths) // layout.context,
         longest=max(case.lengths),
         device="cpu",
         transformer_engine=False,
-        recompute=case.train.recomputed,
+        modules=case.train.recomputed.modules,
         adapters=case.lora,
+        architecture=arch,
+        layers_again=case.train.recomputed.layers,
         outputs_freed=case.freed,
     )
-    held = stages(arch.layers, layout)[stage]
+    held = stages(len(arch.layers), layout)[stage]
     kept, forward = work.stage_bytes(held, stage, case.microbatches), work.forward_bytes(held)
     working = work.working_bytes(held)
     if held.head:

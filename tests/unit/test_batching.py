@@ -228,7 +228,7 @@ def test_every_matrix_that_a_token_meets_counts_twice(family, tmp_path):
     for tensor in tensors_of(arch):
         if len(tensor.shape) < 2 or tensor.role == "embedding":
             continue
-        share = arch.experts.per_token / arch.experts.count if tensor.expert is not None else 1
+        share = arch.layers[-1].mlp.per_token / arch.experts if tensor.expert is not None else 1
         weights += np.prod(tensor.shape) * share
     if arch.tied_embeddings:
         weights += arch.vocab * arch.hidden

@@ -50,7 +50,7 @@ def test_ranks_hold_all_of_every_adapter(family: str, tmp_path: Path) -> None:
         tensors = adapter_tensors(matrices, 4)
         assert len(tensors) == 2 * len(matrices)
         for layout in LAYOUTS:
-            if arch.experts is None:
+            if not arch.experts:
                 layout = replace(layout, expert=1, expert_tensor=layout.tensor)
             held = adapters_of(arch, layout, targets)
             check_sources(tensors, held)

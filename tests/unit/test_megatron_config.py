@@ -28,13 +28,12 @@ from megagrpo.megatron.config import (
 from megagrpo.recipe.kernels import Installed
 from megagrpo.recipe.schema import LayoutConfig, LoraConfig, TrainConfig
 from megagrpo.recipe.schema.train import RecomputeConfig
-from megagrpo.weights.families.architecture import Architecture, Experts, Rope, SigmoidRouter
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.parts import SigmoidRouter
 from tests.unit.test_layout_parallel import uneven_stages
+from tests.weights_oracle import architecture, moe_architecture
 
-ARCHITECTURE = Architecture(
-    family="qwen3", layers=4, hidden=48, ffn=80, heads=4, query_groups=2, head_dim=16, vocab=131, max_positions=256,
-    norm_epsilon=1e-6, tied_embeddings=False, qkv_bias=False, qk_norm=True, rope=Rope(10000.0),
-)  # fmt: skip
+ARCHITECTURE = architecture(family="qwen3", norm=True)
 
 
 def config(arch: Architecture = ARCHITECTURE, dtype: torch.dtype = torch.float32, **train: Any) -> Any:
@@ -75,9 +74,7 @@ def test_an_option_that_cannot_be_is_refused(option: str, value: Any) -> None:
 
 
 def test_every_value_that_an_option_must_have_is_megatrons_default_or_ours() -> None:
-    router = SigmoidRouter(scale=2.5, groups=1, groups_per_token=1)
-    experts = Experts(count=4, per_token=2, ffn=40, normalize_top_k=True, router=router)
-    plain = config(dataclasses.replace(ARCHITECTURE, experts=experts))
+    plain = config(moe_architecture(router=SigmoidRouter(scale=2.5, groups=1, groups_per_token=1)))
     for name, (allowed, _) in ALLOWED_VALUES.items():
         assert not allowed or getattr(plain, name) in allowed, name
     assert {*OWNED, *ALLOWED_VALUES} <= {field.name for field in dataclasses.fields(plain)}
@@ -153,7 +150,7 @@ def test_auto_takes_the_layers_that_the_card_computes_fastest(card, dtype, lora,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
     train = TrainConfig(lora=lora)
-    assert layer_spec(dataclasses.replace(ARCHITECTURE, head_dim=64), train, dtype, "cuda") == spec
+    assert layer_spec(architecture(head_dim=64), train, dtype, "cuda") == spec
     assert layer_spec(ARCHITECTURE, train, dtype, "cpu") == "local"
 
 
@@ -185,8 +182,7 @@ def test_the_fields_that_the_contracts_rest_on() -> None:
 
 
 def test_experts_without_normalised_weights() -> None:
-    experts = Experts(count=4, per_token=2, ffn=40, normalize_top_k=False)
-    arch = dataclasses.replace(ARCHITECTURE, experts=experts)
+    arch = moe_architecture(normalize_top_k=False)
     assert config(arch).moe_router_pre_softmax
     assert config(arch).moe_router_dtype == "fp32"
 
@@ -195,7 +191,7 @@ def test_experts_without_normalised_weights() -> None:
 @given(uneven_stages())
 def test_megatron_places_layers_on_the_same_stages(case: tuple[int, ParallelLayout]) -> None:
     layers, layout = case
-    built = config(dataclasses.replace(ARCHITECTURE, layers=layers), layout=LayoutConfig(**vars(layout)))
+    built = config(architecture(layers), layout=LayoutConfig(**vars(layout)))
     for stage in range(layout.pipeline):
         for chunk in range(layout.virtual_pipeline):
             vp_stage = chunk if layout.virtual_pipeline > 1 else None

@@ -37,8 +37,9 @@ DENSE = architecture_of(CONFIG)
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
 MIXTURE = architecture_of(CONFIG | EXPERTS)
 DEEPSEEK_V3 = known_model(DEEPSEEK)
-SMALL_EXPERTS = replace(DEEPSEEK_V3.experts, count=16, dense_layers=0, ffn=256)
-LATENT = replace(DEEPSEEK_V3, layers=4, vocab=16384, experts=SMALL_EXPERTS)
+DENSE_LAYER, SPARSE_LAYER = DEEPSEEK_V3.kinds
+SMALL_EXPERTS = replace(SPARSE_LAYER, mlp=replace(SPARSE_LAYER.mlp, experts=16, ffn=256))
+LATENT = replace(DEEPSEEK_V3, layers=(SMALL_EXPERTS,) * 4, vocab=16384)
 """Attention is most of it."""
 EIGHT_GROUPS = EngineLayoutConfig(tensor=16, expert=16, attention_data=8)
 
@@ -84,7 +85,7 @@ def ranks(arch, layout, machines=BYTES, **train):
 def bytes_of(arch, layout, forward=1, backward=1, **train):
     """Bytes of a layer's collectives in a pass of 8,192 tokens in four microbatches of bfloat16."""
     over = Products(forward=forward, backward=backward)
-    return ranks(arch, layout, **train).layer_exchanges(arch.experts is not None, over, 8192.0, 4)
+    return ranks(arch, layout, **train).layer_exchanges(arch.layers[-1], over, 8192.0, 4)
 
 
 def test_tensor_ranks_gather_and_scatter_hidden_states():
@@ -203,8 +204,9 @@ def test_a_sync_of_70b_on_16_nodes_is_near_the_lower_bound_of_its_links():
 def test_a_sync_of_deepseek_v3_on_64_nodes_is_near_the_lower_bound(layers, experts, engine, quantization):
     """yaml_recipes/deepseek_v3_671b.yaml with four times as many replicas and engines of four nodes. Small: with fewer
     layers and experts, in the same stages and groups."""
-    kind = replace(DEEPSEEK_V3.experts, count=experts, dense_layers=min(3, layers // 8))
-    arch = replace(DEEPSEEK_V3, layers=layers, experts=kind, vocab=129280 * layers // 61)
+    sparse, dense = replace(SPARSE_LAYER, mlp=replace(SPARSE_LAYER.mlp, experts=experts)), min(3, layers // 8)
+    kinds = (DENSE_LAYER,) * dense + (sparse,) * (layers - dense)
+    arch = replace(DEEPSEEK_V3, layers=kinds, vocab=129280 * layers // 61)
     last = 1 if layers == 61 else None
     layout = ParallelLayout(tensor=8, pipeline=16, data=4, expert=32, last_stage_layers=last)
     traffic = planned_traffic(arch, layout, engine, 16, quantization=quantization)
@@ -216,7 +218,7 @@ def test_a_sync_of_deepseek_v3_on_64_nodes_is_near_the_lower_bound(layers, exper
 
 def test_a_quantised_sync_moves_about_half_of_the_bytes_of_the_other():
     """Against the real plan of blocks, each of which a training rank has whole."""
-    arch = replace(DENSE, heads=8, query_groups=8, head_dim=64)
+    arch = architecture_of(CONFIG | {"num_attention_heads": 8, "head_dim": 64})
     layout, engine = ParallelLayout(tensor=4, pipeline=2, data=4), EngineLayoutConfig(tensor=4)
     traffic = planned_traffic(arch, layout, engine, 8, quantization="fp8")
     planned, plain = (
@@ -254,7 +256,7 @@ def test_bytes_of_a_sync_are_near_those_of_the_real_plan(arch, layout, engine, e
 
 def mapping(layout, engine, gpus):
     """Engine processes that map memory of one GPU beside their own: the most in a real plan, and as planned."""
-    engines, arch = gpus // engine, replace(known_model(LLAMA_70B), layers=8)
+    engines, arch = gpus // engine, replace(known_model(LLAMA_70B), layers=known_model(LLAMA_70B).layers[:8])
     sizes = EngineLayoutConfig(tensor=engine)
     of_engine = [sglang.manifest(arch, sizes, rank, "bfloat16", "cuda") for rank in range(engine)]
     served = [replace(each, holder=f"engine {index} {each.holder}") for index in range(engines) for each in of_engine]

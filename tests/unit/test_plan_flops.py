@@ -6,7 +6,6 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
-from megagrpo.plan.parameters import layer_counts
 from megagrpo.plan.training_time import FORWARD, head_flops, layers_flops, training_products
 from megagrpo.recipe.schema import LoraConfig, TrainConfig
 from megagrpo.weights.families import architecture_of
@@ -35,7 +34,7 @@ def counted(model, *, backward):
 
 def layers_of(arch, over, lora=None):
     """All layers of the model over one sequence."""
-    return layers_flops(arch, layer_counts(arch, range(arch.layers)), over, float(LENGTH), float(LENGTH) ** 2, lora)
+    return layers_flops(arch, arch.kinds, over, float(LENGTH), float(LENGTH) ** 2, lora)
 
 
 def as_transformers(arch, over):

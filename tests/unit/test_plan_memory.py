@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.plan.activations import Pass
+from megagrpo.plan.activations import RankPass
 from megagrpo.plan.advice import checkpoint_bytes
 from megagrpo.plan.case import A_CPU, GPUS, Case
 from megagrpo.plan.engine import cache_bytes_per_token
@@ -22,7 +22,6 @@ from megagrpo.plan.plan import plan_of
 from megagrpo.plan.time import step_time
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.schema import EngineLayoutConfig, Recipe
-from megagrpo.recipe.schema.train import Recomputed
 from megagrpo.rollout.sglang.memory import GraphSizes, default_fraction, engine_rank_parameters, sglang_memory
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
@@ -30,6 +29,7 @@ from megagrpo.weights.sides import sglang
 from tests import plans
 from tests.plans import H100, QWEN_8B, QWEN_HALF_B, known_model, merged, sft_recipe
 from tests.tiny_models import TINY_FAMILIES, make_model
+from tests.weights_oracle import architecture
 
 SAVER = {"enable_memory_saver": True, "mem_fraction_static": 0.5}
 LLAMA, DEEPSEEK, EXPERTS = map(known_model, (plans.LLAMA_70B, plans.DEEPSEEK, plans.QWEN_30B))
@@ -79,25 +79,25 @@ def test_plans_for_gpus_expect_transformer_engine() -> None:
 # --- activations -----------------------------------------------------------------------------------------------------
 
 
-def pass_of(arch: Architecture = LLAMA, **changes: Any) -> Pass:
-    start = Pass(arch, ParallelLayout(), 2, 8192, 8192, "cuda", transformer_engine=True)
+def pass_of(arch: Architecture = LLAMA, **changes: Any) -> RankPass:
+    start = RankPass(ParallelLayout(), arch.hidden, 2, 8192, 8192, "cuda", transformer_engine=True, architecture=arch)
     return replace(start, **changes)
 
 
 def test_a_layer_of_llama_70b_keeps_about_34_bytes_for_each_hidden_element() -> None:
     """34 s b h of arXiv:2205.05198 was for LayerNorm, dropout masks and a plain MLP: here they are other tensors."""
     elements = 4 * 8192 + (2 * 64 + 2 * 8) * 128 + 3 * 28672
-    assert pass_of().layer_bytes(experts=False) == 8192 * (2 * elements + 2 * 4 + 4 * 64)
-    assert 32 < pass_of().layer_bytes(experts=False) / (8192 * 8192) < 36
-    shared = pass_of(layout=ParallelLayout(tensor=8)).layer_bytes(experts=False)
-    assert shared == pass_of().layer_bytes(experts=False) // 8
+    assert pass_of().layer_bytes(LLAMA.layers[0]) == 8192 * (2 * elements + 2 * 4 + 4 * 64)
+    assert 32 < pass_of().layer_bytes(LLAMA.layers[0]) / (8192 * 8192) < 36
+    shared = pass_of(layout=ParallelLayout(tensor=8)).layer_bytes(LLAMA.layers[0])
+    assert shared == pass_of().layer_bytes(LLAMA.layers[0]) // 8
 
 
 def test_latent_attention_keeps_scores_without_transformer_engine() -> None:
     fused, local = pass_of(DEEPSEEK), pass_of(DEEPSEEK, transformer_engine=False)
-    scores = 4 * 8192 * 8192 * DEEPSEEK.heads
-    lost = 4 * 8192 * DEEPSEEK.heads
-    assert local.layer_bytes(experts=False) - fused.layer_bytes(experts=False) == scores - lost
+    scores = 4 * 8192 * 8192 * 128
+    lost = 4 * 8192 * 128
+    assert local.layer_bytes(DEEPSEEK.layers[0]) - fused.layer_bytes(DEEPSEEK.layers[0]) == scores - lost
 
 
 @given(
@@ -112,15 +112,15 @@ def test_more_recomputation_keeps_less_and_more_tokens_more(
 ) -> None:
     pipeline, virtual_pipeline = sizes
     # Interleaved stages are of equal length; 61 layers are not.
-    arch = replace(arch, layers=48)
+    arch = replace(arch, layers=arch.layers[:48])
     layout = ParallelLayout(pipeline=pipeline, virtual_pipeline=virtual_pipeline)
     work = pass_of(arch, layout=layout, transformer_engine=fused and device == "cuda", device=device)
-    every_norm_and_mlp = Recomputed(frozenset({"core_attn", "layernorm", "mlp", "moe"}))
-    ways = [replace(work, recompute=again) for again in (Recomputed(), every_norm_and_mlp, Recomputed(layers=48))]
-    of_stage = stages(arch.layers, layout)
+    every_norm_and_mlp = frozenset({"core_attn", "layernorm", "mlp", "moe"})
+    ways = [work, replace(work, modules=every_norm_and_mlp), replace(work, layers_again=48)]
+    of_stage = stages(len(arch.layers), layout)
     held = [each.stage_bytes(of_stage[0], 0, microbatches) for each in ways]
     assert held[0] > held[1] > held[2]
-    some = [replace(work, recompute=Recomputed(layers=n)).stage_bytes(of_stage[0], 0, microbatches) for n in range(13)]
+    some = [replace(work, layers_again=n).stage_bytes(of_stage[0], 0, microbatches) for n in range(13)]
     assert some == sorted(some, reverse=True)
     assert some[0] == held[0]
     again = [each.working_bytes(of_stage[0]) for each in ways]
@@ -146,7 +146,7 @@ def test_logits_never_take_much_more_than_a_few_chunks() -> None:
 def test_entropy_is_planned_where_it_is_computed() -> None:
     def update(**algorithm: Any) -> int:
         recipe = merged(algorithm=algorithm, train={"tokens_per_microbatch": 16384}, cluster={"device": "cpu"})
-        kinds = memory(Case(recipe, replace(LLAMA, hidden=16, ffn=16, heads=1, query_groups=1), A_CPU))
+        kinds = memory(Case(recipe, architecture(vocab=LLAMA.vocab), A_CPU))
         return max(phase.bytes for kind in kinds for phase in kind.phases if phase.phase == "update")
 
     assert update(entropy_metric=False) < update()
@@ -212,7 +212,7 @@ def test_an_engine_fills_its_share_of_a_card() -> None:
 
 
 def test_a_quantised_engine_holds_what_its_manifest_says_and_ranks_make_it_in_a_sync() -> None:
-    latent = DEEPSEEK.layers * DEEPSEEK.heads // 8 * 256 * 512 * 2  # w_kc and w_vc, in bfloat16
+    latent = len(DEEPSEEK.layers) * 128 // 8 * 256 * 512 * 2  # w_kc and w_vc, in bfloat16
     for arch, layout, more in ((DEEPSEEK, {"tensor": 8, "expert": 8}, latent), (LLAMA, {"tensor": 8}, 0)):
         recipe = merged({"tensor": 8}, rollout={"layout": layout, "quantization": "fp8"})
         held = sglang_memory(Case(recipe, arch, H100)).weights
@@ -283,7 +283,7 @@ def test_muon_keeps_one_moment_of_matrices_and_whole_ones_on_each_data_rank() ->
     train = {"total_steps": 1, "layout": {"tensor": 8}, "distributed_optimizer": False}
     muon = train | {"optimizer": {"kind": "muon"}}
     adam, one = (model_parts(Case(merged(train=of), LLAMA, H100), 0)["optimizer"] for of in (train, muon))
-    matrices = LLAMA.layers * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672) // 8
+    matrices = len(LLAMA.layers) * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672) // 8
     assert adam - one == 4 * matrices
     assert largest_share([5, 4, 3, 3, 3], 2) == 10  # the largest first, to the emptiest: 5 and 3, 4 and 3 and 3
     sizes = {"total_steps": 1, "layout": {"tensor": 8, "data": 256}}
@@ -410,7 +410,7 @@ def test_training_ranks_that_forward_buckets_between_nodes_hold_as_many_again() 
 
 def test_a_critic_is_as_large_as_its_own_model() -> None:
     recipe = merged({"tensor": 8}, algorithm={"advantage": {"name": "gae"}, "critic": {"path": "unused"}})
-    small = replace(LLAMA, layers=LLAMA.layers // 4)
+    small = replace(LLAMA, layers=LLAMA.layers[:20])
     held = [phases(held_by(recipe, LLAMA, critic))["update"]["critic"] for critic in (None, LLAMA, small)]
     assert held[0] == held[1]
     assert held[0] / 4 < held[2] < held[0] / 3  # the embedding stays
@@ -429,7 +429,7 @@ def test_adapters_have_no_gradients_of_weights_but_merge_them() -> None:
     adapters, whole = (phases(held_by(merged(train=changes), small)) for changes in (train, {"total_steps": 1}))
     assert adapters["update"]["gradients"] < whole["update"]["gradients"] / 50
     assert adapters["weight_sync"]["merged weights"] == pytest.approx(
-        2 * (small.layers * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 12288)), rel=0.02
+        2 * (len(small.layers) * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 12288)), rel=0.02
     )
 
 

@@ -148,7 +148,7 @@ def test_groups_say_how_many_nodes_the_widest_of_them_reaches_over() -> None:
 def test_interleaved_chunks_of_a_stage_are_all_named() -> None:
     of = recipe()
     layout = ParallelLayout(pipeline=2, virtual_pipeline=2)
-    assert [stage.text for stage in stages(architecture(of).layers, layout)] == [
+    assert [stage.text for stage in stages(len(architecture(of).layers), layout)] == [
         "embedding, 0-19, 40-59",
         "20-39, 60-79, head",
     ]

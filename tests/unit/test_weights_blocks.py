@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from megagrpo.weights.blocks import BLOCK, Preparation, prepare
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.coverage import storage_problems
 from megagrpo.weights.digest import digests
-from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention
+from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.plan import WeightPlan, make_plan
 from megagrpo.weights.quantizing import Quantizer, dequantize, quantize
 from megagrpo.weights.sides import sglang
@@ -32,15 +33,14 @@ from tests.weights_oracle import (
     random_checkpoint,
 )
 
-DENSE = architecture(layers=2, hidden=256, ffn=512, heads=16, query_groups=8, head_dim=64, vocab=70)
-ROUTED = moe_architecture(
-    layers=1, hidden=200, heads=8, query_groups=4, head_dim=64, vocab=70, experts=Experts(4, 2, 256, True)
-)
+WHOLE: dict[str, Any] = {
+    "layers": 2, "hidden": 256, "ffn": 512, "heads": 16, "groups": 8, "head_dim": 64, "vocab": 70, "expert_ffn": 256
+}  # fmt: skip
+UNEVEN = WHOLE | {"layers": 1, "hidden": 200, "heads": 8, "groups": 4}
+DENSE, ROUTED = architecture(**WHOLE), moe_architecture(**UNEVEN)
 LATENT = latent_architecture(
-    layers=2, hidden=256, ffn=512, heads=4, query_groups=4, head_dim=128, vocab=70,
-    latent=LatentAttention(query_rank=128, key_value_rank=96, plain_dim=64, rotary_dim=64, value_dim=64),
-    experts=replace(latent_architecture().experts, ffn=256, shared_ffn=256),  # type: ignore[type-var]
-)  # fmt: skip
+    **WHOLE | {"heads": 4}, query_rank=128, key_value_rank=96, plain_dim=64, rotary_dim=64, value_dim=64, shared_ffn=256
+)
 FOUR_RANKS = ParallelLayout(tensor=4, expert_tensor=4)
 CASES = {
     "dense, whole blocks": (DENSE, ParallelLayout(tensor=2, pipeline=2, data=2), 2, 1),
@@ -124,7 +124,7 @@ def test_engines_get_the_blocks_of_whole_tensors(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_planner_knows_what_the_ranks_of_a_stage_fetch(name: str, staged: bool) -> None:
     arch, layout, tensor, expert = CASES[name]
-    layout = replace(layout, pipeline=arch.layers) if staged else layout
+    layout = replace(layout, pipeline=len(arch.layers)) if staged else layout
     _, preparation = prepare(manifests(arch, layout, "bfloat16"), engines(arch, tensor, expert))
     found = dict.fromkeys(range(layout.pipeline), 0)
     if preparation and preparation.fetches:
@@ -179,9 +179,13 @@ def test_values_and_scales_are_those_of_each_block(size: tuple[int, int], scale:
     ("arch", "tensor", "named"),
     [
         (DENSE, 8, r"k_proj.weight in engine 0 rank 0\n.*\[0:64, 0:256\] of \[512, 256\]"),
-        (replace(DENSE, ffn=576), 1, r"up_proj.weight .*\n.*\[0:576, 0:256\] of \[576, 256\], at \[576, 0\]"),
-        (replace(DENSE, query_groups=1), 1, r"v_proj.weight"),
-        (replace(ROUTED, experts=Experts(4, 2, 192, True)), 1, r"experts\.0\.up_proj"),
+        (
+            architecture(**WHOLE | {"ffn": 576}),
+            1,
+            r"up_proj.weight .*\n.*\[0:576, 0:256\] of \[576, 256\], at \[576, 0\]",
+        ),
+        (architecture(**WHOLE | {"groups": 1}), 1, r"v_proj.weight"),
+        (moe_architecture(**UNEVEN | {"expert_ffn": 192}), 1, r"experts\.0\.up_proj"),
     ],
 )
 def test_an_engine_that_would_cut_or_fuse_within_a_block_is_refused(

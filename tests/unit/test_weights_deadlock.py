@@ -47,7 +47,7 @@ def _within_one_process() -> Iterator[None]:
 def placements(draw: st.DrawFn) -> Case:
     """Training ranks and engines on one to eight nodes, on the same devices or on others."""
     layout = draw(layouts())
-    arch = moe_architecture() if draw(st.booleans()) else architecture(heads=4, query_groups=2)
+    arch = moe_architecture() if draw(st.booleans()) else architecture()
     each = draw(st.sampled_from([size for size in (1, 2, 4) if size <= layout.ranks]))
     colocated = draw(st.booleans())
     engines = draw(st.integers(1, layout.ranks // each if colocated else 4))
@@ -123,7 +123,7 @@ APART = replace(
     Case(architecture(), ParallelLayout(), device="cuda"), topology=Topology((Place("a", 0),), (Place("b", 0),))
 )
 BESIDE = replace(
-    Case(architecture(heads=4, query_groups=2), ParallelLayout(tensor=2), engines=2, device="cuda"),
+    Case(architecture(), ParallelLayout(tensor=2), engines=2, device="cuda"),
     topology=replace(topology_of(range(2), range(2), 1), two_hops=True),
 )
 """Two nodes of one GPU, which send to each other."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.plan.parameters import known_models, total_parameters
 from megagrpo.weights.families import FAMILIES, architecture_of, read_architecture, tensors_of
-from megagrpo.weights.families.architecture import Experts, LatentAttention, Rope, SigmoidRouter, Yarn
+from megagrpo.weights.families.architecture import Layer
+from megagrpo.weights.families.parts import Attention, Experts, LatentAttention, Mlp, Rope, SigmoidRouter, Yarn
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
 from tests.weights_oracle import architecture, latent_architecture, moe_architecture
 
@@ -53,10 +55,12 @@ def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
 
 def test_defaults_that_transformers_leaves_out() -> None:
     arch = architecture_of(without(QWEN2, "hidden_act", "tie_word_embeddings") | {"num_key_value_heads": None})
-    assert (arch.query_groups, arch.head_dim, arch.tied_embeddings, arch.qkv_bias) == (14, 64, False, True)
+    assert arch.layers[0].attention == Attention(896, 14, 14, 64, Rope(1000000.0), bias=True)
+    assert not arch.tied_embeddings
     of_experts = [key for key in QWEN3_MOE if "exp" in key or key.startswith(("moe", "decoder", "mlp", "norm_topk"))]
-    assert architecture_of(without(QWEN3_MOE, "head_dim", *of_experts) | {"model_type": "qwen3"}).head_dim == 128
-    assert architecture_of(QWEN3_MOE).experts == Experts(128, 8, 768, True)
+    dense = architecture_of(without(QWEN3_MOE, "head_dim", *of_experts) | {"model_type": "qwen3"})
+    assert dense.layers[0].attention == Attention(2048, 32, 4, 128, Rope(1000000.0), norm=True)
+    assert {kind.mlp for kind in architecture_of(QWEN3_MOE).kinds} == {Experts(2048, 128, 8, 768, True)}
     assert total_parameters(architecture_of(MIXTRAL_8X7B)) == pytest.approx(46.703e9, rel=1e-4)
 
 
@@ -79,12 +83,12 @@ def test_an_absent_key_means_what_it_means_to_transformers(family: str) -> None:
 
 def test_deepseek_v3_is_read_as_it_is() -> None:
     arch = architecture_of(DEEPSEEK_V3)
-    assert arch.rope == Rope(10000.0, yarn=Yarn(40.0, 4096, 32.0, 1.0, 1.0, 1.0))
-    assert arch.latent == LatentAttention(1536, 512, 128, 64, 128)
-    assert arch.experts == Experts(256, 8, 2048, True, SigmoidRouter(8, 4, 2.5), shared_ffn=2048, dense_layers=3)
-    assert (arch.head_dim, arch.query_groups, arch.ffn) == (192, 128, 18432)
+    rope = Rope(10000.0, yarn=Yarn(40.0, 4096, 32.0, 1.0, 1.0, 1.0))
+    attention = LatentAttention(7168, 128, 1536, 512, 128, 64, 128, rope)
+    experts = Experts(7168, 256, 8, 2048, True, SigmoidRouter(8, 4, 2.5), shared_ffn=2048)
+    assert arch.layers == (Layer(attention, Mlp(7168, 18432)),) * 3 + (Layer(attention, experts),) * 58
     plain = without(DEEPSEEK_V3, "quantization_config") | {"q_lora_rank": None}
-    assert architecture_of(plain).latent == LatentAttention(None, 512, 128, 64, 128)
+    assert {kind.attention for kind in architecture_of(plain).kinds} == {replace(attention, query_rank=None)}
     names = {tensor.name for tensor in tensors_of(arch)}
     assert not any(name.startswith("model.layers.61.") for name in names), "prediction of further tokens"
     assert sum(name.endswith("e_score_correction_bias") for name in names) == 58
@@ -201,14 +205,14 @@ def test_a_directory_without_a_usable_config_is_named(tmp_path: Path) -> None:
         (architecture(), ParallelLayout(tensor=3), ["(num_attention_heads): 4", "query groups (key-value heads): 2"]),
         (architecture(heads=8, head_dim=3), ParallelLayout(tensor=8), ["rows of q, k and v together: 36"]),
         (architecture(ffn=26), ParallelLayout(tensor=4), ["(intermediate_size): 26"]),
-        (architecture(heads=12, query_groups=4, head_dim=7), ParallelLayout(tensor=6), ["(key-value heads): 4"]),
+        (architecture(heads=12, groups=4, head_dim=7), ParallelLayout(tensor=6), ["(key-value heads): 4"]),
         (architecture(), ParallelLayout(pipeline=3), ["layers: 4"]),
         (architecture(), ParallelLayout(pipeline=3, first_stage_layers=3), ["layers: 4"]),
         (moe_architecture(), ParallelLayout(data=3, expert=3), ["experts in a layer: 4"]),
-        (moe_architecture(experts=Experts(4, 2, 9, True)), ParallelLayout(2, expert_tensor=2), ["each expert (moe"]),
+        (moe_architecture(expert_ffn=9), ParallelLayout(2, expert_tensor=2), ["each expert (moe"]),
         (latent_architecture(ffn=30, hidden=48), ParallelLayout(tensor=4), ["(intermediate_size): 30"]),
         (
-            latent_architecture(latent=LatentAttention(13, 9, 6, 2, 5)),
+            latent_architecture(query_rank=13, key_value_rank=9),
             ParallelLayout(tensor=2),
             ["kv_lora_rank + qk_rope_head_dim: 11", "q_lora_rank: 13"],
         ),

@@ -93,7 +93,7 @@ def layouts(draw: st.DrawFn) -> ParallelLayout:
 @st.composite
 def architectures(draw: st.DrawFn) -> Architecture:
     heads, groups = draw(st.sampled_from([(4, 1), (4, 2), (4, 4), (8, 2)]))
-    changes = {"heads": heads, "query_groups": groups, "head_dim": 8, "vocab": draw(st.integers(5, 40))}
+    changes = {"heads": heads, "groups": groups, "head_dim": 8, "vocab": draw(st.integers(5, 40))}
     if draw(st.booleans()):
         return moe_architecture(**changes)
     return architecture(**changes, tied_embeddings=draw(st.booleans()))

@@ -22,7 +22,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Place, Placement, Storage, Topology, Transfer
 from megagrpo.weights.coverage import Located
 from megagrpo.weights.families import tensors_of
-from megagrpo.weights.families.architecture import Architecture, Experts
+from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.plan import ListedTransfers, WeightPlan, make_plan, plan_problems
 from megagrpo.weights.planning import Holders, even_shares, least_load
 from megagrpo.weights.transport.buckets import Bucket, destination_peer, incoming, label_of, outgoing
@@ -247,7 +247,7 @@ def egress(plan: WeightPlan) -> list[int]:
 @given(case=clusters())
 def test_no_source_sends_a_tenth_more_than_the_optimum(case: Case) -> None:
     """Up to one row of the widest tensor: rows are not cut."""
-    widest = 4 * max(case.arch.ffn, case.arch.heads * case.arch.head_dim)
+    widest = 4 * max(tensor.shape[-1] for tensor in tensors_of(case.arch))
     assert max(egress(case.plan())) <= 1.1 * least_egress(case) + widest
 
 
@@ -399,7 +399,7 @@ def test_costs_computed_by_hand() -> None:
 
 
 def plan_of(ranks: int, layers: int, experts: int = 8) -> WeightPlan:
-    arch = moe_architecture(layers=layers, heads=8, vocab=256, hidden=64, experts=Experts(experts, 2, 32, True))
+    arch = moe_architecture(layers=layers, heads=8, vocab=256, hidden=64, experts=experts, expert_ffn=32)
     layout = ParallelLayout(tensor=2, pipeline=2, data=ranks // 4, expert=8)
     return in_cluster(Case(arch, layout, 4, ranks // 4, 4, "bfloat16"), ranks, 8).plan()
 

@@ -17,20 +17,12 @@ from safetensors.torch import save_file
 from megagrpo import cli
 from megagrpo.convert.targets import to_hugging_face, to_megatron
 from megagrpo.errors import ModelError
-from megagrpo.layout.parallel import ParallelLayout, rank_grid
+from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.boxes import Box, Placement
 from megagrpo.weights.coverage import storage_problems, tiling_error
-from megagrpo.weights.families import FAMILIES, Family, SglangClass, read_architecture, tensors_of
-from megagrpo.weights.families.architecture import (
-    Architecture,
-    Experts,
-    LatentAttention,
-    SigmoidRouter,
-    Tensor,
-    critic_of,
-    decoder_tensors,
-)
+from megagrpo.weights.families import FAMILIES, Family, SglangClass, read_architecture
+from megagrpo.weights.families.architecture import Architecture, Layer, critic_of
 from megagrpo.weights.families.reading import ConfigReader
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import sglang
@@ -62,7 +54,7 @@ def engines(draw: st.DrawFn) -> Case:
     changes: dict[str, Any] = {
         "layers": draw(st.integers(1, 3)),
         "heads": heads,
-        "query_groups": groups,
+        "groups": groups,
         "head_dim": draw(st.sampled_from([3, 6])),
         "vocab": draw(st.sampled_from([31, 64, 65, 129, 192])),
         # Only the CPU pads MLPs that do not divide.
@@ -73,21 +65,20 @@ def engines(draw: st.DrawFn) -> Case:
     if kind != "mixtral":
         sizes["attention_data"] = draw(st.sampled_from([size for size in (1, 2, 3, 4) if tensor % size == 0]))
     if kind == "dense":
-        own = {"family": "qwen3", "qkv_bias": False, "qk_norm": True} if sizes["attention_data"] > 1 else {}
+        own = {"family": "qwen3", "norm": True} if sizes["attention_data"] > 1 else {}
         arch = architecture(**changes, **own, tied_embeddings=draw(st.booleans()))
         return Case(arch, ParallelLayout(), tensor, device=device, **sizes)
     expert = draw(st.sampled_from([size for size in (1, 2, 3, 4) if tensor % size == 0]))
-    experts = Experts(12, 2, 12 * draw(st.integers(1, 9)), True)
+    changes |= {"experts": 12, "expert_ffn": 12 * draw(st.integers(1, 9))}
+    make = latent_architecture if kind == "latent" else moe_architecture
     if kind == "mixtral":
         hidden = heads * changes["head_dim"]  # SGLang's mixtral derives head_dim from it
-        changes |= {"family": "mixtral", "hidden": hidden, "qk_norm": False}
+        changes |= {"family": "mixtral", "hidden": hidden, "norm": False}
     if kind == "latent":
-        shared, dense = experts.ffn * draw(st.integers(1, 2)), draw(st.integers(0, 1))
-        experts = replace(experts, router=SigmoidRouter(2, 1, 2.5), shared_ffn=shared, dense_layers=dense)
-        latent = LatentAttention(draw(st.sampled_from([None, 12])), 10, changes["head_dim"] - 2, 2, 5)
-        changes |= {"latent": latent, "query_groups": heads}
-    make = latent_architecture if kind == "latent" else moe_architecture
-    return Case(make(**changes, experts=experts), ParallelLayout(), tensor, expert=expert, device=device, **sizes)
+        shared, dense = changes["expert_ffn"] * draw(st.integers(1, 2)), draw(st.integers(0, 1))
+        changes |= {"query_rank": draw(st.sampled_from([None, 12])), "plain_dim": changes["head_dim"] - 2}
+        changes |= {"shared_ffn": shared, "dense": dense}
+    return Case(make(**changes), ParallelLayout(), tensor, expert=expert, device=device, **sizes)
 
 
 @settings(max_examples=40)
@@ -101,7 +92,7 @@ def test_engine_ranks_get_what_the_oracle_says(case: Case) -> None:
         assert_equal(tensors, case.served(checkpoint, rank))
 
 
-NINE_ROWS = moe_architecture(experts=Experts(4, 2, 9, True))
+NINE_ROWS = moe_architecture(expert_ffn=9)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +100,7 @@ NINE_ROWS = moe_architecture(experts=Experts(4, 2, 9, True))
     [
         (architecture(), {"tensor": 3}, "cuda", ["attention heads: 4", "ffn: 28", "a multiple or a divisor of 3"]),
         (architecture(), {"tensor": 4}, "cpu", ["key-value heads: 2", "a multiple of 4, on the CPU"]),
-        (architecture(heads=12, query_groups=4), {"tensor": 6}, "cuda", ["key-value heads: 4"]),
+        (architecture(heads=12, groups=4), {"tensor": 6}, "cuda", ["key-value heads: 4"]),
         (moe_architecture(), {"tensor": 4, "expert": 3}, "cuda", ["a divisor of tensor = 4"]),
         (moe_architecture(), {"tensor": 4, "attention_data": 3}, "cuda", ["a divisor of tensor = 4"]),
         (architecture(), {"tensor": 2, "attention_data": 2}, "cuda", ["SGLang has it for", "qwen3, qwen3_moe"]),
@@ -118,7 +109,7 @@ NINE_ROWS = moe_architecture(experts=Experts(4, 2, 9, True))
         (latent_architecture(heads=8), {"tensor": 8, "expert": 4}, "cuda", ["experts: 4", "at least 8"]),
         (NINE_ROWS, {"tensor": 2}, "cuda", ["expert ffn: 9"]),
         (NINE_ROWS, {"tensor": 2}, "cpu", ["expert ffn: 9"]),  # SGLang would leave the last row out
-        (critic_of(architecture()), {"tensor": 1}, "cuda", ["qwen2 on SGLang", "value_head"]),
+        (critic_of(architecture()), {"tensor": 1}, "cuda", ["qwen2 on SGLang", "a value head"]),
         (latent_architecture(), {"tensor": 3}, "cpu", ["deepseek_v3", "attention heads: 4"]),
         (moe_architecture(family="mixtral", tied_embeddings=True), {"tensor": 1}, "cuda", ["tied", "head_dim"]),
     ],
@@ -178,13 +169,7 @@ def toy(config: Mapping[str, Any]) -> Architecture:
     """The whole of a family's file: biases and norms of queries and keys together, which no other family has."""
     read = ConfigReader(config)
     read.refuse_if_set("mlp_bias")
-    return read.architecture(qkv_bias=True, qk_norm=True)
-
-
-def toy_with_sinks(arch: Architecture) -> tuple[Tensor, ...]:
-    """With a kind of tensor that no side has been taught."""
-    sinks = Tensor("model.layers.0.self_attn.sinks", (arch.heads,), "sinks", 0)  # type: ignore[arg-type]
-    return (*decoder_tensors(arch), sinks)
+    return read.model([Layer(read.attention(bias=True, norm=True), read.mlp())] * read.layers)
 
 
 def test_a_dense_family_is_one_function_and_one_line(
@@ -213,16 +198,3 @@ def test_a_dense_family_is_one_function_and_one_line(
     assert_same_files(model, tmp_path / "back")
     assert cli.main(["plan", str(recipe), "rollout.engine=sglang", "cluster.device=cuda"]) == 0
     assert "toy of" in capsys.readouterr().out
-
-
-def test_a_tensor_that_a_side_was_not_taught_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "toy", Family(toy, toy_with_sinks))
-    make_run(tmp_path, model_type="toy")
-    arch = read_architecture(tmp_path / "model")
-    assert tensors_of(arch)[-1].role == "sinks"
-    one = ParallelLayout()
-    for spec in (LOCAL_SPEC, TE_SPEC):
-        with pytest.raises(ModelError, match=r"toy on Megatron\n.*the role sinks"):
-            spec.manifest(arch, one, rank_grid(one)[0], "float32")
-    with pytest.raises(ModelError, match=r"toy on SGLang\n.*the role sinks"):
-        sglang.manifest(arch, EngineLayoutConfig(), 0, "float32", "cuda")

@@ -34,8 +34,8 @@ from tests.weight_streams import Case, StandstillClock, at_once, empty, sync, un
 from tests.weights_oracle import Tensors, architecture, moe_architecture, random_checkpoint
 
 EXACT = [TransportName.SHARED_MEMORY, TransportName.PROCESS_GROUP, TransportName.TWO_HOPS]
-SMALL = Case(architecture(heads=4, query_groups=2), ParallelLayout(tensor=2, pipeline=2), tensor=2, engines=2)
-CAST = Case(moe_architecture(heads=4, query_groups=2), ParallelLayout(tensor=2, data=2, expert=2), 2, 1, 2, "bfloat16")
+SMALL = Case(architecture(), ParallelLayout(tensor=2, pipeline=2), tensor=2, engines=2)
+CAST = Case(moe_architecture(), ParallelLayout(tensor=2, data=2, expert=2), 2, 1, 2, "bfloat16")
 
 
 @pytest.fixture
