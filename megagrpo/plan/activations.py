@@ -9,6 +9,8 @@ tests/distributed/test_plan_activations.py compares it with what ranks allocate 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import compress
+from operator import mul
 
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.parameters import Stage
@@ -58,11 +60,10 @@ class RankPass(Pass):
         The first layer keeps the output of the embedding or of the previous stage. A stage keeps its own output until
         the gradient arrives, unless `outputs_freed`.
         """
-        again, held = self.layers_again, 0
-        kinds = {kind: self.layer_bytes(kind) for kind in self._kinds(stage)}
+        arch, again, held = self.architecture, self.layers_again, 0
+        sizes = list(map(self.layer_bytes, arch.kinds))
         for passes, layers in zip(passes_in_flight(self.layout, index, microbatches), stage.chunks, strict=True):
-            counts = self.architecture.count(layers[again:])
-            kept = sum(counts[kind] * size for kind, size in kinds.items())
+            kept = sum(map(mul, arch.tally(layers[again:]), sizes))
             kept += len(layers[:again]) * self.hidden_bytes  # whole layers are recomputed from their inputs
             ends_model = stage.head and layers is stage.chunks[-1]
             held += passes * (kept if ends_model or self.outputs_freed else kept + self.hidden_bytes)
@@ -104,7 +105,7 @@ class RankPass(Pass):
         return max((self._forward(kind) for kind in self._kinds(stage)), default=0)
 
     def _kinds(self, stage: Stage) -> list[Layer]:
-        return [kind for kind, count in self.architecture.count(stage.layers).items() if count]
+        return list(compress(self.architecture.kinds, self.architecture.tally(stage.layers)))
 
     def _working(self, layer: Layer, whole: bool) -> int:
         rows, width = layer.mlp.widest(self)

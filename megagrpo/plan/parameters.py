@@ -257,10 +257,10 @@ class Shard(NamedTuple):
     layers: dict[Layer, tuple[int, int]]
 
 
-def shard_of(arch: Architecture, sample: Architecture, held: Manifest, counts: Callable[[Tensor], bool]) -> Shard:
-    """Returns a rank's shard of the tensors that count, from what it holds of a `sample` with fewer experts."""
+def shard_of(arch: Architecture, sample: Architecture, held: Manifest, counted: Callable[[Tensor], bool]) -> Shard:
+    """Returns a rank's shard of the `counted` tensors, from what it holds of a `sample` with fewer experts."""
     tensors = {tensor.name: tensor for tensor in tensors_of(sample)}
-    left_out = {its.storage for its in held.placements if not counts(tensors[its.box.tensor])}
+    left_out = {its.storage for its in held.placements if not counted(tensors[its.box.tensor])}
     outside, layers = dict[str, int](), [[0, 0] for _ in sample.layers]
     for name, layer, shape in _by_layer(held):
         if name in left_out:
@@ -273,15 +273,15 @@ def shard_of(arch: Architecture, sample: Architecture, held: Manifest, counts: C
     for kind, its, (plain, routed) in zip(arch.kinds, sample.layers, layers, strict=True):
         if experts := its.mlp.experts:
             routed = routed * kind.mlp.experts // experts
-            plain += (kind.mlp.experts - experts) * _router_row(kind, counts)
+            plain += (kind.mlp.experts - experts) * _router_row(kind, counted)
         whole[kind] = plain, routed
     return Shard(outside, whole)
 
 
-def _router_row(layer: Layer, counts: Callable[[Tensor], bool]) -> int:
+def _router_row(layer: Layer, counted: Callable[[Tensor], bool]) -> int:
     """Returns the elements outside of routed experts that each further expert adds to a layer. Every rank has them."""
     one, two = (
-        sum(prod(tensor.shape) for tensor in sample.tensors(0) if tensor.expert is None and counts(tensor))
+        sum(prod(tensor.shape) for tensor in sample.tensors(0) if tensor.expert is None and counted(tensor))
         for sample in (layer.with_experts(1), layer.with_experts(2))
     )
     return two - one

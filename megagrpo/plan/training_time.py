@@ -27,7 +27,7 @@ from megagrpo.weights.families.architecture import Architecture, Layer
 from megagrpo.weights.families.parts.part import LayerWork
 
 LayerCounts = tuple[int, ...]
-"""Layers of each kind of the model's, in its order."""
+"""Layers of each of the model's kinds, in their order."""
 
 ADAM_BYTES = 30
 """Read and written for each element: main weight and two moments both ways, gradient, and the bfloat16 weight."""
@@ -271,6 +271,7 @@ class TrainingRanks:
         at_once = tokens / groups["context"].ranks * self.case.item_bytes / micros
         # Attention and MLP each gather their input and scatter their output. Backward they gather the input again and
         # the output's gradient, and scatter the input's (megatron's LinearWithGradAccumulationAndAsyncCommunication).
+        # Recomputed, the MLP or shared experts exchange again; moe_act is within experts.
         again = over.backward if mlp.gathers and recomputed & mlp.recomputes - {"moe_act"} else 0
         count = ((1 + mlp.gathers) * (2 * over.forward + 3 * over.backward) + 2 * again) * micros
         seconds = {"tensor": gather(groups["tensor"], at_once * arch.hidden, count, self.links)}
