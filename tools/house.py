@@ -30,15 +30,15 @@ class Limits:
 
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
-    ("weights",): 6_711,
+    ("weights",): 6_784,
     ("megatron",): 3_740,
-    ("layout", "batching", "algorithm"): 2_758,
+    ("layout", "batching", "algorithm"): 2_719,
     ("checkpoint", "convert"): 2_248,
     ("rollout",): 3_307,
     ("cluster",): 3_348,
     ("trainer", "evaluation"): 4_241,
     ("recipe", "preflight", "doctor"): 5_435,
-    ("plan",): 4_982,
+    ("plan",): 4_857,
     ("data",): 2_694,
     ("reward",): 7_663,
     ("agents",): 4_887,
