@@ -34,7 +34,7 @@ BUDGETS = {
     ("megatron",): 3_740,
     ("layout", "batching", "algorithm"): 2_719,
     ("checkpoint", "convert"): 2_248,
-    ("rollout",): 3_307,
+    ("rollout",): 3_309,
     ("cluster",): 3_348,
     ("trainer", "evaluation"): 4_241,
     ("recipe", "preflight", "doctor"): 5_435,
