@@ -80,8 +80,8 @@ def sglang_memory(case: Case) -> EngineMemory:
 
 @lru_cache(maxsize=1024)
 def attention_elements(arch: Architecture, stages: int, ranks: int) -> list[tuple[int, int]]:
-    """Returns, for each pipeline stage, the elements that SGLang derives from weights on each of `ranks` ranks that
-    share the attention, and those that it caches of a token there."""
+    """Returns, for each pipeline stage, a rank's elements that SGLang derives from weights, and those that it caches of
+    a token. `ranks` share the attention."""
     derived, cached = zip(
         *((kind.attention.derived_elements(ranks), kind.attention.cached_elements(ranks)) for kind in arch.kinds),
         strict=True,
