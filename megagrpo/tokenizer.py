@@ -37,14 +37,17 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def end_tokens(directory: str | Path) -> set[int]:
-    """Returns the end-of-sequence tokens, at which engines stop: of config.json and generation_config.json."""
-    tokens: set[int] = set()
+def end_tokens(directory: str | Path, tokenizer: Any) -> set[int]:
+    """Returns the end-of-sequence tokens, at which engines stop: of config.json, generation_config.json and the
+    tokenizer."""
+    tokens = {tokenizer.eos_token_id}
     for name in ("config.json", "generation_config.json"):
         path = Path(directory) / name
-        given = read_json(path).get("eos_token_id") if path.is_file() else None
-        tokens.update(given if isinstance(given, list) else () if given is None else (given,))
-    return tokens
+        config = read_json(path) if path.is_file() else {}
+        for part in (config, config.get("text_config") or {}):
+            given = part.get("eos_token_id")
+            tokens.update(given if isinstance(given, list) else (given,))
+    return tokens - {None}
 
 
 def load_chat_tokenizer(directory: str | Path, template_file: str | None = None) -> PreTrainedTokenizerBase:

@@ -22,11 +22,11 @@ END = 7
 """The end-of-sequence token of these models."""
 
 
-def model_directory(family: str, directory: Path, **changes: Any) -> Path:
-    path = make_model(family, directory, **({"eos_token_id": END} | changes))
+def model_directory(family: str, directory: Path, eos_token_id: int | None = END, **changes: Any) -> Path:
+    path = make_model(family, directory, eos_token_id=eos_token_id, **changes)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(DIMENSIONS["vocab_size"])}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"w{END}").save_pretrained(path)
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token=eos_token_id and f"w{eos_token_id}").save_pretrained(path)
     return path
 
 

@@ -43,6 +43,46 @@ YARN_ROPE = {
     "mscale_all_dim": 0.7,
 }
 
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 2.3, 2.6, 3.0],
+}
+SIGMOID_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+LATENT_ATTENTION = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 36,
+    "kv_lora_rank": 28,
+    "qk_nope_head_dim": 14,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+GROUPS_OF_EXPERTS, ONE_GROUP = {"n_group": 4, "topk_group": 2}, {"n_group": 1, "topk_group": 1}
+WITH_SHARED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 24,
+}
+DELTA_NETS = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}
+
 # family: (transformers config class, its changes to DIMENSIONS)
 TINY_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "head_dim": 14}),
@@ -65,21 +105,10 @@ TINY_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
         "DeepseekV3Config",
         {
-            "num_key_value_heads": 4,
+            **LATENT_ATTENTION,
+            **SIGMOID_EXPERTS,
+            **GROUPS_OF_EXPERTS,
             "rms_norm_eps": 1e-6,
-            "q_lora_rank": 36,
-            "kv_lora_rank": 28,
-            "qk_nope_head_dim": 14,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 10,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 4,
-            "n_group": 4,
-            "topk_group": 2,
-            "n_shared_experts": 2,
-            "moe_intermediate_size": 20,
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 2.5,
             "num_nextn_predict_layers": 0,
             # Published configs have these, and SGLang needs them; transformers has no such fields of its own.
             "scoring_func": "sigmoid",
@@ -89,8 +118,118 @@ TINY_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40}),
+    "arcee": ("ArceeConfig", {}),
+    "dots1": ("Dots1Config", {"head_dim": 16, "sliding_window": None} | SIGMOID_EXPERTS | ONE_GROUP),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 16}),
+    "exaone4": ("Exaone4Config", {"head_dim": 16, "sliding_window": 8}),
+    "gemma2": ("Gemma2Config", {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 20}),
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 16,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 20,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        },
+    ),
+    "glm4": ("Glm4Config", {"head_dim": 16, "pad_token_id": 0}),
+    "glm4_moe": (
+        "Glm4MoeConfig", {"head_dim": 16, "use_qk_norm": True, "attention_bias": True} | SIGMOID_EXPERTS | ONE_GROUP
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig", LATENT_ATTENTION | SIGMOID_EXPERTS | GROUPS_OF_EXPERTS | {"rope_parameters": DEFAULT_ROPE}
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 40,
+            "sliding_window": 8,
+            "rope_parameters": {key: YARN_ROPE[key] for key in YARN_ROPE if "mscale" not in key} | {"truncate": False},
+        },
+    ),
+    "granite": (
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.11,
+            "logits_scaling": 2.5,
+        },
+    ),
+    "kimi_k2": (
+        "DeepseekV3Config", LATENT_ATTENTION | SIGMOID_EXPERTS | ONE_GROUP | {"rope_parameters": YARN_ROPE}
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {
+            "head_dim": 16,
+            "rotary_dim": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 40,
+        },
+    ),
+    "ministral3": (
+        "Ministral3Config",
+        {
+            "head_dim": 16,
+            "rope_parameters": YARN_ROPE
+            | {"original_max_position_embeddings": 16, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        },
+    ),
+    "mistral_window": ("MistralConfig", {"sliding_window": 8, "head_dim": 18}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": (
+        "Olmo3Config",
+        {
+            "sliding_window": 8,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64
+                },
+                "sliding_attention": DEFAULT_ROPE,
+            },
+        },
+    ),
+    "phi3": ("Phi3Config", {"pad_token_id": 0}),
+    "phi3_long": (
+        "Phi3Config",
+        {
+            "pad_token_id": 0,
+            "hidden_size": 64,
+            "partial_rotary_factor": 0.5,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": LONG_ROPE,
+        },
+    ),
+    "qwen2_moe": ("Qwen2MoeConfig", WITH_SHARED | {"norm_topk_prob": False, "mlp_only_layers": [1]}),
+    "qwen3_moe_mixed": (
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+        },
+    ),
+    "qwen3_next": ("Qwen3NextConfig", WITH_SHARED | DELTA_NETS),
+    "qwen3_5_text": ("Qwen3_5TextConfig", DELTA_NETS),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", WITH_SHARED | DELTA_NETS),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 14}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
 }  # fmt: skip
 WITH_EXPERTS = ("qwen3_moe", "deepseek_v3", "mixtral")
+LIKE = {"kimi_k2": "deepseek_v3"}
+"""Families whose model_type transformers does not know, and those that they are to it."""
+USUAL_FAMILIES = ("llama", "mistral", "qwen2", "qwen2_tied", "qwen3", *WITH_EXPERTS)
+"""Families that the tests of whole paths have: the others differ from them in the parts of their layers."""
+OTHER_FAMILIES = [family for family in TINY_FAMILIES if family not in USUAL_FAMILIES]
 
 
 def make_model(family: str, directory: str | Path, *, seed: int = 0, **changes: Any) -> Path:
@@ -109,6 +248,9 @@ def make_model(family: str, directory: str | Path, *, seed: int = 0, **changes: 
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomize(model, seed)
     model.save_pretrained(directory)
+    if family in LIKE:
+        written = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(written | {"model_type": family}))
     marker.write_text(json.dumps(wanted))
     return directory
 
@@ -116,11 +258,16 @@ def make_model(family: str, directory: str | Path, *, seed: int = 0, **changes: 
 @torch.no_grad()
 def randomize(model: torch.nn.Module, seed: int) -> None:
     """Random values everywhere: norms around 1 and biases that are not 0 show a mapping that forgets them."""
+    zero_centred = model.config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
-            parameter.copy_(1 + 0.2 * noise)
+            parameter.copy_((0 if zero_centred and "linear_attn" not in name else 1) + 0.2 * noise)
+        elif name.endswith("A_log"):  # a logarithm of how fast delta nets forget
+            parameter.copy_(0.8 + 0.4 * noise)
+        elif name.endswith(("dt_bias", "sinks")):
+            parameter.copy_(noise)
         else:
             parameter.copy_((0.2 if name.endswith("bias") else 0.08) * noise)
     for name, buffer in model.named_buffers():
@@ -133,7 +280,10 @@ def reference_logits(
     directory: str | Path, sequences: list[list[int]], dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
     """transformers' logits of each sequence alone: a list of [tokens, vocab] float32, computed in `dtype`."""
+    config = json.loads((Path(directory) / "config.json").read_text())
+    class_of = transformers.CONFIG_MAPPING[LIKE.get(config["model_type"], config["model_type"])]
+    own = class_of(**{key: value for key, value in config.items() if key != "model_type"})
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, attn_implementation="eager"
+        directory, config=own, dtype=dtype, attn_implementation="eager"
     ).eval()
     return [model(torch.tensor([tokens])).logits[0].float() for tokens in sequences]

@@ -12,7 +12,7 @@ from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, rank_grid
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture, Layer
-from megagrpo.weights.families.parts import Attention, Experts, LatentAttention, Mlp, Rope, SigmoidRouter
+from megagrpo.weights.families.parts import Attention, Experts, LatentAttention, Mlp, Norms, Rope, SigmoidRouter
 
 Tensors = dict[str, torch.Tensor]
 
@@ -26,7 +26,7 @@ EXPERT_NAMES = {
 
 TINY: dict[str, Any] = {
     "family": "qwen2", "hidden": 20, "vocab": 31, "max_positions": 64, "norm_epsilon": 1e-5, "tied_embeddings": False,
-    "heads": 4, "rope": Rope(1e4), "groups": 2, "head_dim": 6, "bias": False, "norm": False,
+    "heads": 4, "rope": Rope(1e4), "groups": 2, "head_dim": 6, "bias": False, "norm": None,
     "query_rank": 12, "key_value_rank": 10, "plain_dim": 6, "rotary_dim": 2, "value_dim": 5, "ffn": 28,
     "experts": 4, "per_token": 2, "expert_ffn": 12, "normalize_top_k": True, "router": None, "shared_ffn": 0,
 }  # fmt: skip
@@ -39,12 +39,12 @@ def architecture(layers: int = 4, **changes: Any) -> Architecture:
 
 
 def moe_architecture(layers: int = 4, **changes: Any) -> Architecture:
-    return _of(Attention, [Experts] * layers, {"family": "qwen3_moe", "norm": True} | changes)
+    return _of(Attention, [Experts] * layers, {"family": "qwen3_moe", "norm": "head"} | changes)
 
 
 def latent_architecture(layers: int = 4, dense: int = 1, **changes: Any) -> Architecture:
     """A tiny deepseek_v3: the first layers dense, the others with routed and shared experts."""
-    own = {"family": "deepseek_v3", "router": SigmoidRouter(2, 1, 2.5), "shared_ffn": 16}
+    own = {"family": "deepseek_v3", "norm_epsilon": 1e-6, "router": SigmoidRouter(2, 1, 2.5), "shared_ffn": 16}
     return _of(LatentAttention, [Mlp] * dense + [Experts] * (layers - dense), own | changes)
 
 
@@ -57,7 +57,7 @@ def _of(attention: type, mlps: Sequence[type[Mlp | Experts]], changes: dict[str,
         return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})
 
     mixing, parts = made(attention), {Mlp: made(Mlp), Experts: made(Experts, ffn=sizes["expert_ffn"])}
-    return made(Architecture, layers=tuple(Layer(mixing, parts[mlp]) for mlp in mlps))
+    return made(Architecture, layers=tuple(Layer(mixing, parts[mlp], Norms(mixing.hidden)) for mlp in mlps))
 
 
 ARCHITECTURES = {"dense": architecture, "experts": moe_architecture, "latent": latent_architecture}

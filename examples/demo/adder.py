@@ -18,7 +18,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from examples.demo.model import make_model, make_tokenizer
+from examples.demo.model import FAMILIES, make_model, make_tokenizer
 from megagrpo.data.prepare import PromptRow, prompt_row, write_splits
 
 DATA_SOURCE = "adder"
@@ -89,7 +89,7 @@ def both_orders(pairs: Iterable[tuple[int, int]]) -> tuple[Sum, ...]:
 class AdderFiles:
     """The files that `prepare` writes to its output directory."""
 
-    model: Path  # Hugging Face directory of an untrained model, with the tokenizer
+    model: Path  # Hugging Face directory of an untrained model, with the tokenizer; other families' are beside it
     right: Path  # conversations with right answers
     careless: Path  # the same questions; most answers leave out the carry
     held_out: Path  # other questions, answered like careless
@@ -141,11 +141,13 @@ def prepare(output: Path, say: Callable[[str], None] = lambda line: None) -> Add
     say(f"{output}: {len(learn)} sums to warm up with, {len(splits.train)} to train on, {len(splits.test)} held out")
 
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer, SEED)
-    shutil.rmtree(files.model, ignore_errors=True)
-    model.save_pretrained(files.model)
-    tokenizer.save_pretrained(files.model)
-    say(f"{files.model}: {model.num_parameters():,} parameters, untrained")
+    for family in FAMILIES:
+        directory = files.model if family == "qwen2" else files.model.with_name(f"untrained_{family}")
+        model = make_model(tokenizer, SEED, family)
+        shutil.rmtree(directory, ignore_errors=True)
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        say(f"{directory}: {model.num_parameters():,} parameters, untrained")
     files.fingerprint.write_text(fingerprint() + "\n", encoding="utf-8")
     return files
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 PAD, END = "<|pad|>", "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
@@ -45,24 +47,38 @@ WORDS_OF_CALLS = (
 TOOLS_MAX_TOKENS = 256
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3_5_text": {
+        "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    },
+    "gpt_oss": {
+        "head_dim": 32, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 192,
+    },
+}  # fmt: skip
+"""Families of the demo's models, and sizes of their own."""
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, family: str = "qwen2") -> PreTrainedModel:
     """Makes random float32 weights. Heads, query groups, layers, vocabulary are even, for tensor=2 and pipeline=2."""
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=tokenizer.model_max_length,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    return Qwen2ForCausalLM(config).float()
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": tokenizer.model_max_length,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    config = AutoConfig.for_model(family, **(sizes | FAMILIES[family]))
+    return AutoModelForCausalLM.from_config(config).float()
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -16,7 +16,7 @@ import numpy as np
 
 from megagrpo.agents.chat import Chat, Extension
 from megagrpo.agents.dialects.chat_request import ChatAnswer, ChatRequest, Choice, Message, Refusal, joined
-from megagrpo.agents.tool_calls import THOUGHT_BEGINS, parse_answer, parser_of
+from megagrpo.agents.tool_calls import parse_answer, parser_of
 from megagrpo.agents.turns import AskedTurn, BranchReason, Match, Rollout, TurnEvent
 from megagrpo.errors import MegagrpoError, first_line
 from megagrpo.rollout.requests import SEED_BITS
@@ -209,9 +209,8 @@ class Answers:
             text,
             request.tools,
             self._parser,
-            separate=self._chat.facts.reasoning_field,
-            several=self._chat.facts.several_calls,
-            thinking=self._chat.text(prompt.added[-4:].tolist()).rstrip().endswith(THOUGHT_BEGINS),
+            self._chat.facts,
+            thinking=self._chat.text(prompt.added[-4:].tolist()).rstrip().endswith(self._chat.facts.thought[0]),
             identity=lambda number: _digest(b"", f"{identity}/{number}").hex()[:9],  # as Mistral's templates want it
         )
         turn = AskedTurn(

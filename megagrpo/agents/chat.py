@@ -7,6 +7,7 @@ with the conversation, and no token of an earlier turn is rendered or encoded ag
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,8 @@ USER: Message = {"role": "user", "content": "u"}
 CALL = call("call00001", "f", {"k": "v"})
 PARAMETERS = {"type": "object", "properties": {"k": {"type": "string", "description": "k"}}, "required": ["k"]}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": PARAMETERS}}
-THOUGHT_ENDS = "</think>"
+THINK = ("<think>", "</think>")
+WRITTEN_THOUGHT = re.compile(rf"((?:<\|channel\|>\w+)?<[^<>]*>|\[[^][]*\])\s*{THOUGHT}\s*(<[^<>]*>|\[[^][]*\])")
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -39,7 +41,8 @@ class Facts:
 
     closes_with: str  # text of the stop token that ends an assistant's message; "" if no stop token does
     roles: frozenset[str]
-    reasoning_field: bool  # it reads reasoning_content; otherwise thoughts are left in the content
+    reasoning_field: bool  # it reads reasoning_content, or thinking; otherwise thoughts are left in the content
+    thought: tuple[str, str]  # the marks that it writes around one
     drops_reasoning: frozenset[str]  # roles whose message makes the template leave out earlier reasoning
     moves: frozenset[str]  # roles whose message makes it write earlier messages elsewhere or not at all
     moves_system: frozenset[str]  # the same, if there is a system message
@@ -86,9 +89,13 @@ class Chat:
 
     def render(self, messages: Sequence[Message], tools: Tools = (), *, prompt: bool = True) -> str:
         """Renders the whole conversation, with the generation prompt if `prompt`. Raises what the template raises."""
+        named = [
+            {**message, "thinking": message["reasoning_content"]} if "reasoning_content" in message else message
+            for message in messages
+        ]  # some templates read a thought by this name
         return str(
             self.tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt,
+                named, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt,
                 **self._arguments,
             )
         )  # fmt: skip
@@ -155,7 +162,8 @@ def chat_of(recipe: Recipe, agent: AgentConfig, tokenizer_directory: Path) -> Ch
     """Returns an agent's tokenizer and template, with every token that ends an answer. Raises ModelError if there is no
     tokenizer with a chat template."""
     tokenizer = load_chat_tokenizer(tokenizer_directory, recipe.model.chat_template)
-    stops = {*recipe.rollout.stop_token_ids, *end_tokens(tokenizer_directory), *end_tokens(recipe.model.path)}
+    ends = (end_tokens(directory, tokenizer) for directory in (tokenizer_directory, recipe.model.path))
+    stops = set(recipe.rollout.stop_token_ids).union(*ends)
     return Chat(tokenizer, sorted(stops), history=agent.history, **agent.template_arguments)
 
 
@@ -166,19 +174,22 @@ def _facts(chat: Chat) -> Facts:
     for role, calls in (("user", {}), ("tool", {"tool_calls": [CALL]}), ("system", {})):
         new: Message = {"role": role, "content": MARK} | ({"tool_call_id": CALL["id"]} if role == "tool" else {})
         try:
-            after, of_role = _ask(chat, new, {"role": "assistant", "content": "c", **calls})
+            after, written, of_role = _ask(chat, new, {"role": "assistant", "content": "c", **calls})
         except Exception as error:  # noqa: BLE001  templates raise what they like
             refused[role] = first_line(error)
             continue
-        if after is not None and MARK in after and END not in after:
+        # Without a stop token, questions are rendered with the whole conversation; late system messages need not be.
+        if MARK in (after or ("" if role == "system" else written)) and END not in (after or ""):
             stops = [chat.text([token]) for token in chat.stop_tokens]
-            closes = closes or next((stop for stop in stops if after.startswith(stop)), "")
+            closes = closes or next((stop for stop in stops if after and after.startswith(stop)), "")
             traits[role] = of_role
-    try:
-        chat.render([USER, {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}], [TOOL])
-        several_calls = True
-    except Exception:  # noqa: BLE001  templates raise what they like
-        several_calls = False
+    two = [call(CALL["id"], "f", {"k": mark}) for mark in (MARK, END)]
+    thinking = {"role": "assistant", "content": "c", "reasoning_content": THOUGHT}
+    both, thought = (
+        _rendered(chat, [USER, said], [TOOL])
+        for said in ({"role": "assistant", "content": "", "tool_calls": two}, thinking)
+    )
+    marks = WRITTEN_THOUGHT.search(thought)
 
     def roles(trait: str) -> frozenset[str]:
         return frozenset(role for role, of_role in traits.items() if trait in of_role)
@@ -187,23 +198,34 @@ def _facts(chat: Chat) -> Facts:
         closes_with=closes,
         roles=frozenset(traits),
         reasoning_field=bool(roles("reads field")),
+        thought=(marks[1], marks[2]) if marks else THINK,
         drops_reasoning=roles("drops field" if roles("reads field") else "drops text"),
         moves=roles("moves"),
         moves_system=roles("moves system"),
         moves_tools=roles("moves tools"),
-        several_calls=several_calls,
+        several_calls=MARK in both and END in both,
         refused=refused,
     )
 
 
-def _ask(chat: Chat, new: Message, assistant: Message) -> tuple[str | None, set[str]]:
-    """Returns the text that follows the answer when `new` does, and the traits of the template: the forms of a thought
-    ("field", "text") that it reads and drops, and the conversations whose earlier messages it moves."""
+def _rendered(chat: Chat, messages: Sequence[Message], tools: Tools = ()) -> str:
+    """Renders a conversation without generation prompt; "" if the template refuses it."""
+    try:
+        return chat.render(messages, tools, prompt=False)
+    except Exception:  # noqa: BLE001  templates raise what they like
+        return ""
+
+
+def _ask(chat: Chat, new: Message, assistant: Message) -> tuple[str | None, str, set[str]]:
+    """Returns the text that follows the answer when `new` does, the whole conversation, and the traits of the template:
+    the forms of a thought ("field", "text") that it reads and drops, and the conversations whose earlier messages it
+    moves."""
     tools = [TOOL] if new["role"] == "tool" else []
     after, traits = chat.after(assistant.get("tool_calls", ()), [new], tools), set[str]()
     for form, thought in (
-        ("field", {"reasoning_content": THOUGHT}),
-        ("text", {"content": f"<think>\n{THOUGHT}\n{THOUGHT_ENDS}\n\nc"}),
+        # Beside a call, some templates take either a thought or content.
+        ("field", {"reasoning_content": THOUGHT, "content": "" if "tool_calls" in assistant else "c"}),
+        ("text", {"content": f"{THINK[0]}\n{THOUGHT}\n{THINK[1]}\n\nc"}),
     ):
         thinking = {**assistant, **thought}
         # Qwen3 drops it before the next question; other templates may do so only after the next answer.
@@ -218,10 +240,7 @@ def _ask(chat: Chat, new: Message, assistant: Message) -> tuple[str | None, set[
     for trait, base, given in (
         ("moves", [USER], []), ("moves tools", [USER], [TOOL]), ("moves system", [SYSTEM, USER], []),
     ):  # fmt: skip
-        try:
-            before = chat.render(base, given, prompt=False)
-        except Exception:  # noqa: BLE001  a template without system messages or tools: what it refuses it cannot move
-            continue
-        if not chat.render([*base, assistant, new], given).startswith(before):
+        before = _rendered(chat, base, given)  # "": a template without system messages or tools, which cannot move
+        if before and not chat.render([*base, assistant, new], given).startswith(before):
             traits.add(trait)
-    return after, traits
+    return after, chat.render([USER, assistant, new], tools), traits

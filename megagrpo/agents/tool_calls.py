@@ -9,17 +9,19 @@ import importlib.util
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megagrpo.agents.chat import CALL, THOUGHT_ENDS, TOOL, USER, Chat, Tools
+from megagrpo.agents.call_forms import FORMS, Calls, call_of, names_of
+from megagrpo.agents.chat import CALL, TOOL, USER, Chat, Facts, Tools
 from megagrpo.agents.dialects.chat_request import Message, call, is_arguments
 from megagrpo.errors import Problem, RecipeError, brief
 
-HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 PYTHON_TAG = "<|python_tag|>"
-THOUGHT_BEGINS = "<think>"
+CHANNEL = "<|channel|>"
+MESSAGE = re.compile(r"(.*?)<\|message\|>(.*?)(?:<\|(?:end|call|return)\|>|\Z)", re.DOTALL)
+"""A message of an answer in channels: its head, which has the channel and whom it calls, and its text."""
 SGLANG_LOGGER = "sglang.srt.function_call"
 SHOWN = (
     ("kimi_k2", r"<\|tool_calls_section_begin\|>"),
@@ -31,20 +33,13 @@ SHOWN = (
     ("glm47", r"<tool_call>f<arg_key>"),
     ("glm45", r"<tool_call>f\s*\n\s*<arg_key>"),
     ("qwen3_coder", r"<tool_call>\s*<function=f>"),
+    ("seed_oss", r"<seed:tool_call>"),
+    ("olmo3", r"<function_calls>\s*f\(k="),
     ("hermes", r'<tool_call>\s*\{\s*"name"'),
     ("llama3", r'\{\s*"name": *"f", *"parameters"'),
     ("pythonic", r"\[f\(k="),
 )
 """Parsers, each with the pattern of a template's call of f with k: "v" that it reads. The first match is taken."""
-
-
-@dataclass(frozen=True)
-class Calls:
-    """The content and the calls of an answer, without reasoning. A call is a tool's name and arguments, an object."""
-
-    content: str
-    calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
-    unreadable: bool = False
 
 
 Parser = Callable[[str, Tools], Calls]
@@ -95,54 +90,58 @@ def parse_answer(
     text: str,
     tools: Tools,
     parser: Parser | None,
+    facts: Facts,
     *,
-    separate: bool,
-    several: bool,
     thinking: bool,
     identity: Callable[[int], str],
 ) -> ParsedAnswer:
-    """Parses the text of an answer into its message.
+    """Parses the text of an answer into its message, by the facts of the template: an answer with several calls cannot
+    be read if it writes one only.
 
-    separate: the template reads reasoning in a field of its own. several: it writes several calls; otherwise an answer
-    with several cannot be read. thinking: the prompt has opened a thought. identity: the id of the answer's n-th call.
+    thinking: the prompt has opened a thought. identity: the id of the answer's n-th call, if the model gives none.
     """
     message: dict[str, Any] = {"role": "assistant"}
-    begun = thinking or text.lstrip().startswith(THOUGHT_BEGINS)
-    reasoning, closed, rest = text.partition(THOUGHT_ENDS) if begun else ("", "", text)
-    if begun and not closed:
-        rest = ""
+    opens, closes = facts.thought
+    if opens.startswith(CHANNEL):
+        reasoning, rest = of_channels(text)
+        begun, closed = bool(reasoning), ""
+    else:
+        begun = thinking or text.lstrip().startswith(opens)
+        reasoning, closed, rest = text.partition(closes) if begun else ("", "", text)
     read = parser(rest, tools) if parser and tools and rest else Calls(rest)
-    if len(read.calls) > 1 and not several:
+    if len(read.calls) > 1 and not facts.several_calls:
         read = Calls(rest, unreadable=True)
-    if begun and separate:
+    if begun and facts.reasoning_field:
         message["content"] = read.content.lstrip("\n")
-        message["reasoning_content"] = reasoning.replace(THOUGHT_BEGINS, "", 1).strip("\n")
+        message["reasoning_content"] = reasoning.replace(opens, "", 1).strip("\n")
     else:
         message["content"] = reasoning + closed + read.content
     if read.calls:
         message["content"] = message["content"].strip()
         message["tool_calls"] = [
-            call(identity(number), name, arguments) for number, (name, arguments) in enumerate(read.calls)
+            call(read.ids[number] if read.ids else identity(number), name, arguments)
+            for number, (name, arguments) in enumerate(read.calls)
         ]
-    return ParsedAnswer(message, begun or THOUGHT_ENDS in text, read.unreadable)
+    return ParsedAnswer(message, begun or closes in text, read.unreadable)
 
 
-def hermes_calls(content: str, tools: Tools) -> Calls:
-    """Parses Hermes, Qwen2.5, Qwen3: any number of <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
-    calls: list[tuple[str, Mapping[str, Any]]] = []
-    unreadable = False
-
-    def take(written: re.Match[str]) -> str:
-        nonlocal unreadable
-        read = _call(_json(written[1]), tools)
-        if read is None:
-            unreadable = True
-            return written[0]
-        calls.append(read)
-        return ""
-
-    left = HERMES.sub(take, content)
-    return Calls(left, tuple(calls), unreadable)
+def of_channels(text: str) -> tuple[str, str]:
+    """Splits an answer in channels into its reasoning, and the rest: the other messages' text, and calls as they are
+    written. Text beside a call counts as reasoning: templates write one of the two before it."""
+    messages, at = [], 0
+    while message := MESSAGE.match(text, at):
+        messages.append(message)
+        at = message.end()
+    reasoning: list[str] = []
+    rest: list[str] = []
+    called = any("to=" in message[1] for message in messages)
+    for message in messages:
+        head = message[1]
+        if "to=" in head or CHANNEL not in head:
+            rest.append(message[0])
+        else:
+            (reasoning if called or f"{CHANNEL}analysis" in head else rest).append(message[2])
+    return "\n\n".join(reasoning), "".join(rest) + text[at:]
 
 
 def llama3_calls(content: str, tools: Tools) -> Calls:
@@ -157,7 +156,7 @@ def llama3_calls(content: str, tools: Tools) -> Calls:
             value, end = decoder.raw_decode(written, at)
         except (ValueError, RecursionError):
             return Calls(content, unreadable=bool(tag) or '"name"' in written)
-        read = _call(value, tools)
+        read = call_of(value, tools)
         if read is None:
             return Calls(content, unreadable=bool(tag) or (isinstance(value, dict) and "name" in value))
         calls.append(read)
@@ -165,7 +164,7 @@ def llama3_calls(content: str, tools: Tools) -> Calls:
     return Calls(before, tuple(calls))
 
 
-BUILT_IN: Mapping[str, Parser] = {"hermes": hermes_calls, "llama3": llama3_calls}
+BUILT_IN: Mapping[str, Parser] = {**FORMS, "glm47": FORMS["glm45"], "llama3": llama3_calls}
 
 
 def sglang_calls(name: str, content: str, tools: Tools, chat: Chat) -> Calls:
@@ -191,7 +190,7 @@ def sglang_calls(name: str, content: str, tools: Tools, chat: Chat) -> Calls:
     finally:
         logger.removeHandler(handler)
     begun = content.count(mark) if (mark := parser.detector.bot_token.strip()) else 0
-    names = _names(tools)
+    names = names_of(tools)
     if (
         not calls
         or lost
@@ -200,26 +199,3 @@ def sglang_calls(name: str, content: str, tools: Tools, chat: Chat) -> Calls:
     ):
         return Calls(content, unreadable=True)
     return Calls(left, tuple(calls))
-
-
-def _call(value: Any, tools: Tools) -> tuple[str, Mapping[str, Any]] | None:
-    """Returns a call as models write it; None if it is none or its tool is unknown."""
-    if not isinstance(value, dict):
-        return None
-    name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
-    arguments = _json(arguments) if isinstance(arguments, str) else arguments  # some write JSON in JSON
-    if not isinstance(name, str) or name not in _names(tools) or not is_arguments(arguments):
-        return None
-    return name, arguments
-
-
-def _json(text: str) -> Any:
-    """Returns the value of a JSON text; None if it is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _names(tools: Sequence[Mapping[str, Any]]) -> set[Any]:
-    return {tool["function"]["name"] for tool in tools}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +16,18 @@ class Work:
 
     linear: float
     quadratic: float
+    windows: tuple[tuple[int, float], ...] = ()
+    """Windows of attention, each with a quadratic term of its own: that of sequences no longer than the window."""
 
     def of(self, lengths: np.ndarray) -> np.ndarray:
         """Returns the operations for lengths in tokens, float64 [sequences]."""
-        return lengths * (self.linear + self.quadratic * lengths)
+        seen = sum(quadratic * seen_share(window, lengths) for window, quadratic in self.windows)
+        return lengths * (self.linear + (self.quadratic + seen) * lengths)
+
+
+def seen_share(window: int, length: Any) -> Any:
+    """Returns the share of a sequence's pairs of tokens that attention within a window sees: all but a triangle."""
+    return 1 - np.maximum(0, 1 - window / length) ** 2
 
 
 TOKENS = Work(linear=1.0, quadratic=0.0)
@@ -32,6 +41,8 @@ def head_work(arch: Architecture) -> float:
 
 def work_of(arch: Architecture) -> Work:
     """Returns the work of the whole model, with the output layer at every token."""
-    works = [(kind.work(), count) for kind, count in arch.kinds.items()]
-    linear = sum(count * work.linear for work, count in works)
-    return Work(linear + head_work(arch), sum(count * work.pairs for work, count in works))
+    works = [(kind.work(), count, kind.attention.window) for kind, count in arch.kinds.items()]
+    linear = sum(count * work.linear for work, count, _ in works)
+    windows = tuple((window, count * work.pairs) for work, count, window in works if window is not None)
+    quadratic = sum(count * work.pairs for work, count, window in works if window is None)
+    return Work(linear + head_work(arch), quadratic, windows)

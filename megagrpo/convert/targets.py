@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -26,9 +27,10 @@ import torch
 from megagrpo.checkpoint.torch_dist import Chunk, Stored, TorchFile, chunks_to_write, extra_states, write_metadata
 from megagrpo.convert.job import PIECE_BYTES, Advance, Converted, Target, by_layer, convert
 from megagrpo.convert.source import COMPANION_MODEL, TRACKER, Source, open_source
-from megagrpo.weights.boxes import ITEM_BYTES, Box
+from megagrpo.errors import ModelError, Problem
+from megagrpo.weights.boxes import ITEM_BYTES, Box, Placement
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.files.export import lay_out, write_box
+from megagrpo.weights.files.export import Copies, joined, lay_out, write_box
 from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.sides.megatron_rank import config_fields
 from megagrpo.weights.views import box_view, torch_dtype
@@ -64,38 +66,55 @@ class HuggingFaceTarget(Target):
         self._entries = {
             name: (file.holder, entry) for file in self._files for name, entry in checkpoint.header_of(file)[1].items()
         }
+        self._placements: dict[str, list[Placement]] = defaultdict(list)
+        for placement in (placement for file in self._files for placement in file.placements):
+            self._placements[placement.box.tensor].append(placement)
+        self._storages = {name: its for file in self._files for name, its in file.storages.items()}
         self._units = by_layer(source.tensors, lambda tensor: tensor.name)
-        self.unit_bytes = [sum(self._entries[tensor.name][1].bytes for tensor in unit) for unit in self._units]
+        self.unit_bytes = [
+            sum(math.prod(tensor.shape) * ITEM_BYTES[self._dtypes[tensor.name]] for tensor in unit)
+            for unit in self._units
+        ]
 
     def begin(self, directory: Path) -> None:
         lay_out(directory, self._files, self._source.model_directory, self._source.main_dtype(self._dtypes))
 
     def write(self, index: int, directory: Path, advance: Advance) -> Any:
-        expert = None
         opened: dict[str, IO[bytes]] = {}
         with ExitStack() as closing:
             closing.callback(self._source.forget)
-            for tensor in self._units[index]:
-                if tensor.expert != expert:
-                    self._source.forget()
-                    expert = tensor.expert
-                file, entry = self._entries[tensor.name]
+            for name, at, values in joined(self._copies(index), self._storages):
+                file, entry = self._entries[name]
                 if file not in opened:
                     opened[file] = closing.enter_context((directory / file).open("r+b", buffering=0))
-                dtype = self._dtypes[tensor.name]
-                for box in tensor.box.pieces(PIECE_BYTES // ITEM_BYTES[dtype]):
-                    values = self._source.read_as(box, torch_dtype(dtype))
-                    write_box(opened[file].fileno(), entry, box.start, values)
-                    advance(values.nbytes)
+                write_box(opened[file].fileno(), entry, at, values)
+                advance(values.nbytes)
             for stream in opened.values():
                 os.fsync(stream.fileno())
+
+    def _copies(self, index: int) -> Copies:
+        """Yields the boxes of a unit, in pieces."""
+        expert = None
+        for tensor in self._units[index]:
+            if tensor.expert != expert:
+                self._source.forget()
+                expert = tensor.expert
+            dtype = self._dtypes[tensor.name]
+            for placement in self._placements[tensor.name]:
+                for box in placement.box.pieces(PIECE_BYTES // ITEM_BYTES[dtype]):
+                    yield placement.part(box), self._source.read_as(box, torch_dtype(dtype))
 
 
 def to_megatron(
     path: Path, output: Path, *, model: Path | None = None, dtype: str | None = None, overwrite: bool = False
 ) -> Converted:
-    """Writes a torch_dist checkpoint for Megatron-LM from the checkpoint at `path`. Arguments as in to_hugging_face."""
-    return convert(open_source(path, model), output, MegatronTarget, dtype, "megatron", overwrite=overwrite)
+    """Writes a torch_dist checkpoint for Megatron-LM from the checkpoint at `path`. Arguments as in to_hugging_face.
+    Raises ModelError for parts that Megatron-LM's GPT model does not have."""
+    source = open_source(path, model)
+    if (lacking := source.architecture.only_local) is not None:
+        given, fix = f"{lacking}: a part of megagrpo's own", "convert to Hugging Face (megagrpo convert megatron-to-hf)"
+        raise ModelError(Problem(f"{path}: {source.architecture.family}", given, "parts that Megatron-LM has", fix))
+    return convert(source, output, MegatronTarget, dtype, "megatron", overwrite=overwrite)
 
 
 class MegatronTarget(Target):

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, get_type_hints
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from torch import Tensor
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.layout.parallel import ParallelLayout
@@ -88,6 +91,7 @@ def transformer_config(
         | _of_recomputed(train.recomputed)
         | _of_machine(spec, device, dtype)
         | {"apply_rope_fusion": spec == "transformer_engine" and (not latent or arch.rope.yarn is not None)}
+        | {"bias_activation_fusion": device != "cpu" and of_architecture["activation_func"] is F.silu}
         | {"moe_grouped_gemm": spec == "transformer_engine" and arch.experts > 0}
         | train.megatron
         | fusions
@@ -103,8 +107,16 @@ def transformer_config(
         raise RecipeError(Problem("train: Megatron refuses this combination", given, needed)) from error
 
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": squared_relu,
+    "quick_gelu": quick_gelu,
+}
+
+
 def _of_architecture(arch: Architecture) -> dict[str, Any]:
-    fields = config_fields(arch) | {"gated_linear_unit": True, "activation_func": F.silu}
+    fields = config_fields(arch) | {"activation_func": ACTIVATIONS[arch.layers[0].mlp.activation]}
     if "multi_latent_attention" in fields:
         fields["rotary_base"] = arch.rope.theta
         if arch.rope.yarn is None:
@@ -166,7 +178,6 @@ def _of_machine(spec: LayerSpec, device: str, dtype: torch.dtype) -> dict[str, A
         # The loss has global denominators: gradients are summed over ranks and microbatches, and divided by nothing.
         "calculate_per_token_loss": True,
         "transformer_impl": spec,
-        "bias_activation_fusion": cuda,
         "gradient_accumulation_fusion": cuda and find_spec("fused_weight_gradient_mlp_cuda") is not None,  # apex's
         "use_cpu_initialization": not cuda,
         # Weights are always loaded, but this also marks them as split over tensor ranks for the gradient norm.

@@ -100,6 +100,8 @@ class ModelRank:
             shard,
             temperature=self.temperature,
             entropy=entropy,
+            scale=architecture.logit_scale,
+            cap=architecture.logit_cap,
         )
 
     @property

@@ -78,15 +78,22 @@ class RankPass(Pass):
     def _halves(self, layer: Layer) -> tuple[int, int]:
         """Returns the bytes that a layer keeps of attention with its norm, and of its MLP or experts with theirs."""
         again = layer.mlp.recomputed_as in self.modules
-        first = self._norm(layer.attention.holds_norm, again=False) + layer.attention.kept_bytes(self)
-        return first, self._norm(layer.mlp.holds_norm, again) + (0 if again else layer.mlp.kept_bytes(self))
+        first = self._norms(layer, layer.attention.holds_norm, again=False) + layer.attention.kept_bytes(self)
+        return first, self._norms(layer, layer.mlp.holds_norm, again) + (0 if again else layer.mlp.kept_bytes(self))
 
-    def _norm(self, holder: str | None, again: bool) -> int:
+    def _norms(self, layer: Layer, holder: str | None, again: bool) -> int:
+        """Returns the bytes kept of the norms around a part. What comes of the latter is added, and not kept."""
+        wide = self.architecture.zero_centred_norms and self.device != "cpu"  # on CPUs, norm_bytes has that copy
+        norm = self.norm_bytes(self.hidden) + wide * self.tokens_of_rank * self.hidden * (4 - self.element_bytes)
+        after = norm - self.hidden_bytes if layer.norms.outputs else 0
+        return after + (self._norm_before(norm, holder, again) if layer.norms.inputs else self.hidden_bytes)
+
+    def _norm_before(self, norm: int, holder: str | None, again: bool) -> int:
         """Returns the bytes kept of the norm before a part. Transformer Engine has it within the part's `holder`, if
         there is one, which keeps the norm's output itself. `again`: the part is recomputed."""
         within = self.transformer_engine and holder is not None
         recomputed = again if within else "layernorm" in self.modules
-        return self.hidden_bytes if recomputed else self.norm_bytes(self.hidden)
+        return self.hidden_bytes if recomputed else norm
 
     # --- what computing takes besides ---------------------------------------------------------------------------------
 
@@ -120,12 +127,13 @@ class RankPass(Pass):
         return max(needed + again[1], scores + again[0])
 
     def _forward(self, layer: Layer) -> int:
-        """Returns the bytes of a layer without gradients: its hidden states, and the largest of MLP or experts, scores
-        and rotation. Hidden states lie before, between and after the halves, and between stages."""
+        """Returns the bytes of a layer without gradients: its hidden states, and the larger of its halves.
+
+        Hidden states lie before, between and after the halves, and between stages.
+        """
         hidden = (4 if self.layout.pipeline == 1 else 6) * self.hidden_bytes
         gathered = self.gathered_bytes if self.layout.tensor > 1 else 0
-        attention = max(5 * layer.attention.score_bytes(self) // 2, layer.attention.rotation_bytes(self))
-        return hidden + gathered + max(layer.mlp.forward_bytes(self), attention)
+        return hidden + gathered + max(layer.mlp.forward_bytes(self), layer.attention.forward_bytes(self))
 
     def logits_bytes(self, positions: int, *, gradients: bool, entropy: bool = True) -> int:
         """Returns the peak bytes for the logprobs of `positions` tokens; with `gradients`, backward pass included.

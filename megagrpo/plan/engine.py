@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 from megagrpo.batching.work import head_work
 from megagrpo.plan.assumptions import Assumptions, longest_sequence
@@ -12,7 +14,7 @@ from megagrpo.plan.communication import Links, RankGroup, gather
 from megagrpo.plan.parameters import model_bytes, total_parameters
 from megagrpo.plan.training_time import FORWARD, head_flops, layers_flops
 from megagrpo.recipe.schema import EngineLayoutConfig
-from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.architecture import Architecture, Layer
 
 MIB, GIB = 2**20, 2**30
 
@@ -63,16 +65,40 @@ def memory_of_whole_model(case: Case) -> EngineMemory:
     """Returns the memory of engines in processes of their own that each hold the whole model, and cache what they
     decode."""
     arch, element, longest, asked = case.architecture, case.item_bytes, longest_sequence(case.grpo), asked_at_once(case)
-    cache = asked * longest * cache_bytes_per_token(arch, 1, element)
+    cache = int(asked * cache_of(arch.kinds, 1, element).of(longest))
     logits = 4 * asked * arch.vocab
     return EngineMemory(total_parameters(arch) * element, cache, logits, asked * longest, longest, asked)
 
 
-def cache_bytes_per_token(arch: Architecture, tensor: int, element_bytes: int) -> int:
-    """Returns the bytes of one token's keys and values, or latents, in all layers, on one of `tensor` ranks
-    (sglang/srt/model_executor/pool_configurator.py, _compute_cell_size). transformers caches the same."""
-    elements = sum(count * kind.attention.cached_elements(tensor) for kind, count in arch.kinds.items())
-    return elements * element_bytes
+@dataclass(frozen=True)
+class SequenceCache:
+    """The bytes that an engine's rank caches of a sequence in all its layers: of each token (keys and values, or
+    latents), of each of its last tokens by windows, and of states, whatever its length."""
+
+    token: int
+    windows: tuple[tuple[int, int], ...] = ()
+    states: int = 0
+
+    def of(self, tokens: float) -> float:
+        return self.token * tokens + self.bounded(tokens)
+
+    def bounded(self, tokens: float) -> float:
+        """Returns the bytes that do not grow beyond the widest window."""
+        return sum(size * min(tokens, window) for window, size in self.windows) + self.states
+
+
+def cache_of(layers: Mapping[Layer, int], ranks: int, element_bytes: int) -> SequenceCache:
+    """Returns what each of `ranks` ranks caches in so many layers of each kind (sglang/srt/model_executor/
+    pool_configurator.py, _compute_cell_size). transformers caches the same."""
+    token, windows, states = 0, [], 0
+    for attention, count in ((kind.attention, count) for kind, count in layers.items()):
+        size = count * attention.cached_elements(ranks) * element_bytes
+        states += count * attention.state_bytes(ranks, element_bytes)
+        if attention.window is None:
+            token += size
+        elif count:
+            windows.append((attention.window, size))
+    return SequenceCache(token, tuple(windows), states)
 
 
 # --- time ------------------------------------------------------------------------------------------------------------
@@ -113,9 +139,9 @@ class EngineSpeed:
         return model_bytes(self.arch, self.item_bytes, quantized=self.quantized).experts / self.layout.tensor
 
     @cached_property
-    def token_bytes(self) -> int:
-        """Returns the bytes of one token's keys and values on one rank of all stages."""
-        return cache_bytes_per_token(self.arch, self.group, self.item_bytes)
+    def cache(self) -> SequenceCache:
+        """Returns what one rank caches of a sequence in all stages."""
+        return cache_of(self.arch.kinds, self.group, self.item_bytes)
 
     @cached_property
     def token_flops(self) -> float:
@@ -124,9 +150,14 @@ class EngineSpeed:
         return (layers.total + head_work(self.arch)) / self.layout.tensor
 
     @cached_property
-    def pair_flops(self) -> float:
-        """Returns one rank's operations of attention's core for a pair of tokens. Decoding projects no latents up."""
-        return sum(count * kind.work().decoded_pairs for kind, count in self.arch.kinds.items()) / self.layout.tensor
+    def pair_flops(self) -> dict[float, float]:
+        """Returns, by window, one rank's operations of attention's core for a pair of tokens. Decoding projects no
+        latents up."""
+        flops = dict[float, float]()
+        for kind, count in self.arch.kinds.items():
+            window = inf if kind.attention.window is None else kind.attention.window
+            flops[window] = flops.get(window, 0) + count * kind.work().decoded_pairs
+        return {window: of_all / self.layout.tensor for window, of_all in flops.items()}
 
     @cached_property
     def experts(self) -> tuple[int, int]:
@@ -143,9 +174,11 @@ class EngineSpeed:
         gpu, assumed, stages = self.machines.gpu, self.assumptions, self.layout.pipeline
         passing = max(1.0, batch / stages)  # through one stage at a time
         read = self.dense_bytes + self.expert_bytes * self.experts_read(passing)
-        read += self.token_bytes * passing / self.layout.attention_data * context
+        read += self.cache.token * passing / self.layout.attention_data * context
+        read += self.cache.bounded(context) * passing / self.layout.attention_data
         reading = read / (gpu.memory_bytes_per_second * assumed.decode_efficiency)
-        flops = passing * (self.token_flops + self.pair_flops * context)
+        pairs = sum(flops * min(context, window) for window, flops in self.pair_flops.items())
+        flops = passing * (self.token_flops + pairs)
         products = flops / (gpu.flops * assumed.prefill_efficiency)
         return max(reading, products) + self._sums_seconds(passing) + assumed.decode_step_seconds
 

@@ -15,7 +15,7 @@ from itertools import product
 from math import ceil
 
 from megagrpo.batching.rank_batches import MICROBATCHES_PER_STAGE
-from megagrpo.batching.work import head_work
+from megagrpo.batching.work import head_work, seen_share
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.assumptions import Lengths
 from megagrpo.plan.case import Case
@@ -92,11 +92,13 @@ def layers_flops(
     by_weights, others = (over.forward + over.backward * (2 - frozen) for frozen in (over.frozen, False))
     for kind, count in counts.items():
         if count:
-            work = kind.work()
+            work, window, seen = kind.work(), kind.attention.window, squares
+            if window is not None and squares:
+                seen *= float(seen_share(window, squares / tokens))  # as if all sequences were alike
             again = _work_again(work, over.again, whole=kind.mlp.recomputed_as in over.again)
             dense += count * (by_weights * (work.projections + work.mlp) + again.dense) * tokens
             experts += count * (by_weights * work.experts + again.experts) * tokens
-            attention += count * (others * work.pairs + again.attention) * squares
+            attention += count * (others * work.pairs + again.attention) * seen
             if lora is not None:
                 # Adapters on matrices that Megatron fuses are one product, with zeros between them (megatron/lora.py).
                 columns = sum(
@@ -158,6 +160,10 @@ class TrainingRanks:
     @property
     def train(self) -> TrainConfig:
         return self.case.recipe.train
+
+    @property
+    def local(self) -> bool:
+        return self.train.layer_spec == "local" or self.arch.only_local is not None
 
     def forward_seconds(self, batch: BatchSize) -> Seconds:
         """Returns the seconds of a pass without gradients."""
@@ -259,7 +265,7 @@ class TrainingRanks:
         for name, spent in self.layer_exchanges(layer, over, part.tokens, micros).items():
             if name == "experts":
                 spent *= uneven
-            elif name == "context" and context_exchange(self.train) == "p2p":
+            elif name == "context" and not self.local and context_exchange(self.train) == "p2p":
                 spent = max(0.0, spent - attention)
             seconds[f"{name} communication ({groups[name].link})"] = spent
         return seconds
@@ -296,10 +302,10 @@ class TrainingRanks:
         context, (queries, keys) = self.groups["context"], layer.attention.exchanged(self.case.layout.tensor)
         at_once = tokens / micros * self.case.item_bytes
         forward = 2 if over.backward and "core_attn" in self.train.recomputed.modules else over.forward
-        if context_exchange(self.train) == "a2a":
+        if layer.attention.exchanges_heads or (not self.local and context_exchange(self.train) == "a2a"):
             columns = at_once / context.ranks * (queries + keys)
             return exchange(context, columns, (forward + over.backward) * micros, self.links)
-        again = over.backward if self.train.layer_spec == "local" else 2 * over.backward
+        again = over.backward if self.local else 2 * over.backward
         return gather(context, at_once * keys, (forward + again) * micros, self.links)
 
     def stage_exchange(self, over: Products, tokens: float, micros: int) -> float:

@@ -39,7 +39,8 @@ class Installed:
 
 @dataclass(frozen=True)
 class Attention:
-    """A model's demands on attention kernels: dimensions of a head's keys and values, elements, and context ranks."""
+    """A model's demands on attention kernels: dimensions of a head's keys and values, elements, and context ranks.
+    `only_local` is what Transformer Engine's layers do not have of the model (Architecture.only_local)."""
 
     key_dim: int
     value_dim: int
@@ -48,6 +49,7 @@ class Attention:
     backend: str = "auto"
     """train.megatron.attention_backend: auto, flash (only flash-attn) or fused (only cuDNN's)."""
     deterministic: bool = False
+    only_local: str | None = None
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -64,9 +66,10 @@ class Layers:
 
 
 def attention_of(arch: Architecture, train: TrainConfig, *, half: bool) -> Attention:
-    attention = arch.layers[0].attention
-    backend, deterministic = train.megatron.get("attention_backend", "auto"), train.megatron.get("deterministic_mode")
-    return Attention(attention.head_dim, attention.value_dim, half, train.layout.context, backend, bool(deterministic))
+    dims, options = arch.layers[-1].attention, train.megatron  # the last layer is no delta net in any family
+    backend, deterministic = options.get("attention_backend", "auto"), bool(options.get("deterministic_mode"))
+    context = train.layout.context
+    return Attention(dims.head_dim, dims.value_dim, half, context, backend, deterministic, arch.only_local)
 
 
 def installed() -> Installed:
@@ -82,6 +85,8 @@ def layers_on(card: Capability, installed: Installed, model: Attention) -> Layer
     local = torch_kernel(card, model)
     if not installed.transformer_engine:
         return Layers("local", local, "Transformer Engine is not installed")
+    if model.only_local is not None:
+        return Layers("local", local, f"Transformer Engine's layers have no {model.only_local}")
     if (fused := fused_kernel(card, installed, model)) is not None:
         return Layers("transformer_engine", fused, f"{fused} takes packed sequences on {name}")
     why = f"Transformer Engine has no fused attention for this model's packed sequences on {name}"

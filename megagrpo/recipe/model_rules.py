@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -14,6 +14,7 @@ from megagrpo.recipe.schema.train import ALL_LAYERS
 from megagrpo.section import Rules, broken
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.files.adapters import TARGETS, adapted_matrices
+from megagrpo.weights.sides.checkpoint import stored
 
 Values = Iterator[Mapping[str, object]]
 """The values of a rule's problems."""
@@ -105,6 +106,13 @@ def _undivided(fit: Fit) -> Values:
             yield {"axis": axis, "ranks": ranks, "name": name, "size": size, "fix": fix}
 
 
+def _undivided_over_context(fit: Fit) -> Values:
+    ranks = fit.layout.tensor * fit.layout.context
+    for heads in {kind.attention.groups for kind in fit.model.kinds if kind.attention.exchanges_heads}:
+        if fit.layout.context > 1 and heads % ranks:
+            yield {"ranks": ranks, "heads": heads}
+
+
 MODULES = {
     "mla_up_proj": "latent attention",
     "mlp": "a layer without experts",
@@ -124,6 +132,14 @@ def _modules_of_other_models(fit: Fit) -> Values:
 def _longest_side(model: Architecture) -> int:
     """Returns the longest side of the matrices that may have adapters."""
     return max(size for matrix in adapted_matrices(model.sample(), TARGETS.values()) for size in matrix.shape)
+
+
+def _fused_targets(model: Architecture, targets: Collection[str]) -> list[str]:
+    """Returns the targets of adapters whose matrices the model's files fuse with others: PEFT has no name for them."""
+    files = stored(model.sample(), "float32")
+    alone = {its.box.tensor for its in files.placements if files.storages[its.storage].shape == its.box.shape}
+    matrices = adapted_matrices(model.sample(), targets)
+    return sorted({TARGETS[matrix.role] for matrix in matrices if matrix.name not in alone})
 
 
 def _recomputed_layers(fit: Fit) -> Values:
@@ -167,6 +183,10 @@ TOKEN_RULES: Rules[Fit] = {
 MODEL_RULES: Rules[Fit] = {
     "stages_of_a_model": _stages,
     "undivided_size": _undivided,
+    "undivided_over_context": _undivided_over_context,
+    "layers_without_a_part": lambda f: (
+        f.train.layer_spec == "transformer_engine" and (part := f.model.only_local) and {"part": part}
+    ),
     "undivided_query_groups": lambda f: (
         f.model.query_groups % f.layout.tensor and f.layout.tensor % f.model.query_groups
     ),
@@ -177,9 +197,16 @@ MODEL_RULES: Rules[Fit] = {
     "expert_tensor_of_one_expert_rank": lambda f: (
         f.model.experts and f.layout.expert == 1 and f.expert_tensor_differs and f.train.lora is None
     ),
+    # Megatron's experts have all of a bias on each of the ranks that share an expert.
+    "expert_tensor_of_biases": lambda f: (
+        f.layout.expert_tensor > 1 and any(getattr(kind.mlp, "bias", False) for kind in f.model.kinds)
+    ),
     "adapters_of_latent_attention": lambda f: f.train.lora and not f.model.adapts,
     "rank_of_adapters": lambda f: (
         f.train.lora and f.model.adapts and f.train.lora.rank > (most := _longest_side(f.model)) and {"most": most}
+    ),
+    "adapters_of_fused_matrices": lambda f: (
+        f.train.lora and (fused := _fused_targets(f.model, f.train.lora.targets)) and {"fused": listed(fused)}
     ),
     "adapters_of_split_experts": lambda f: (
         f.train.lora

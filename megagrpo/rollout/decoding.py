@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicLayer, get_layer_types_and_kwargs
 
 from megagrpo.errors import DIVERGED_FIX, EngineError, Problem
 from megagrpo.rollout.requests import after_begun
@@ -34,9 +34,9 @@ def decode(
     all rows end with the tokens that they have. `name` is that of the engine: EngineError, for logits that are NaN or
     infinite, names it and a row.
 
-    `model` is a causal language model of transformers, in eval mode, whose layers all have full attention. Prompts are
-    padded on the left, so that all rows write the same column of the cache. Padding is masked, and positions count from
-    each prompt's first token. To be called without gradients.
+    `model` is a causal language model of transformers, in eval mode. Its layers attend to all tokens or to a window, or
+    keep a state. Prompts are padded on the left, so that all rows write the same column of the cache. Padding is
+    masked, and positions count from each prompt's first token. To be called without gradients.
     """
     device, requests, sampling = model.device, record.requests, record.requests[0].sampling
     prompts = list(dict.fromkeys(request.read for request in requests))
@@ -46,11 +46,11 @@ def decode(
     seeds = [request.seed for request in requests]
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     limit = int(lengths.max()) + max(request.sampling.max_tokens for request in requests)
-    cache = Cache(layers=[GrowingLayer(limit) for _ in range(model.config.num_hidden_layers)])
+    cache = _empty_cache(model, limit)
     if (version := before_step()) is None:
         return
     logits = _prefill(model, cache, prompts, lengths)[prompt_of]
-    cache.batch_select_indices(prompt_of)
+    cache.reorder_cache(prompt_of)
     padding = cache.get_seq_length() - lengths[prompt_of]
     batch = _Batch(cache, torch.tensor(seeds, device=device), padding, torch.tensor(begun, device=device))
     stops = np.array(sorted(stop_tokens), dtype=np.int64)
@@ -79,12 +79,10 @@ def _prefill(model: Any, cache: Cache, prompts: Sequence[Sequence[int]], lengths
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
     padding = width - lengths
     column = torch.arange(width, device=model.device)
-    # A padded query sees itself only: the softmax over nothing would be 0/0, and NaN would spread.
-    visible = (column[:, None] >= column) & (column >= padding[:, None, None]) | (column[:, None] == column)
     # The last column by index: 1 would make a view of it, for which torch copies the head's weights for each prompt.
     return model(
         input_ids=ids,
-        attention_mask=visible[:, None],
+        attention_mask=column >= padding[:, None],
         position_ids=(column - padding[:, None]).clamp(min=0),
         past_key_values=cache,
         use_cache=True,
@@ -103,16 +101,19 @@ class _Batch:
     begun: torch.Tensor
 
     def keep(self, rows: torch.Tensor) -> None:
-        self.cache.batch_select_indices(rows)
+        self.cache.reorder_cache(rows)
         self.seeds, self.padding, self.begun = self.seeds[rows], self.padding[rows], self.begun[rows]
 
     def step(self, model: Any, tokens: torch.Tensor) -> torch.Tensor:
         """Appends one token to every row and returns the logits [rows, vocab] after it."""
         column = self.cache.get_seq_length()
         visible = torch.arange(column + 1, device=tokens.device) >= self.padding[:, None]
+        # From this, transformers makes the mask of each layer type. One for all layers it takes as it is.
+        if model.config._attn_implementation == "sdpa" and not any(self.cache.is_sliding):
+            visible = visible[:, None, None]
         return model(
             input_ids=tokens[:, None],
-            attention_mask=visible[:, None, None],
+            attention_mask=visible,
             position_ids=(column - self.padding)[:, None],
             past_key_values=self.cache,
             use_cache=True,
@@ -224,35 +225,67 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 # --- keys and values --------------------------------------------------------------------------------------------------
 
 
+def _empty_cache(model: Any, limit: int) -> Cache:
+    """Makes a cache of the layer types in a model's config, for at most `limit` tokens of a row."""
+    classes = DYNAMIC_LAYER_TYPE_MAPPING | {"full_attention": GrowingLayer, "sliding_attention": GrowingLayer}
+    kinds, options = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    return Cache(layers=[classes[kind](limit=limit, **more) for kind, more in zip(kinds, options, strict=True)])
+
+
 class GrowingLayer(DynamicLayer):
     """One layer's keys and values, [rows, key-value heads, tokens, head size], in storage that grows in steps: its base
-    copies everything at every token. No row will ever hold more than `limit` tokens."""
+    copies everything at every token. No row will ever have more than `limit` tokens. Tokens that left the window of
+    `sliding_window` tokens, of which the newest is one, are dropped."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, sliding_window: int | None = None) -> None:
         super().__init__()
+        self.is_sliding = sliding_window is not None
         self._limit = limit
+        self._seen_again = limit if sliding_window is None else sliding_window - 1
+        self._tokens = 0
+        """All tokens so far, dropped ones too."""
         self._stored: list[torch.Tensor] = []
         """Storage of keys and values, for more tokens than there are. Empty: they have none."""
+        self._end = 0
+        """Column of the storage at which the next token goes."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends [rows, heads, tokens, head size] and returns all in use."""
+        """Appends [rows, heads, tokens, head size] and returns all that the new tokens see."""
+        used, new = self._used, key_states.shape[2]
         if not self.is_initialized:
+            self._tokens = new
             return super().update(key_states, value_states)
-        used, end = self.get_seq_length(), self.get_seq_length() + key_states.shape[2]
-        if not self._stored or end > self._stored[0].shape[2]:
-            room = min(end + max(GROWTH_TOKENS, end // 2), self._limit) - used
-            self._stored = [pad(old, (0, 0, 0, room)) for old in (self.keys, self.values)]
-        for stored, new in zip(self._stored, (key_states, value_states), strict=True):
-            stored[:, :, used:end] = new
-        self.keys, self.values = (stored[:, :, :end] for stored in self._stored)
+        if not self._stored or self._end + new > self._stored[0].shape[2]:
+            room = min(used + new + max(GROWTH_TOKENS, (used + new) // 2), self._limit) - used
+            self._stored = [pad(old, (0, 0, 0, room)) for old in self._recent()]
+            self._end = used
+        first, self._end, self._tokens = self._end - used, self._end + new, self._tokens + new
+        for stored, states in zip(self._stored, (key_states, value_states), strict=True):
+            stored[:, :, self._end - new : self._end] = states
+        self.keys, self.values = (stored[:, :, first : self._end] for stored in self._stored)
         return self.keys, self.values
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Makes row i what row indices[i] was: expands a prompt to its samples, or drops rows that ended."""
-        self.keys, self.values = self.keys[indices], self.values[indices]
+    @property
+    def _used(self) -> int:
+        return min(self._tokens, self._seen_again)
+
+    def _recent(self) -> list[torch.Tensor]:
+        """Returns the keys and values that the next token sees."""
+        return [states[:, :, states.shape[2] - self._used :] for states in (self.keys, self.values)]
+
+    def get_seq_length(self) -> int:
+        return self._tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Returns how many tokens `update` will return for so many new ones, and how many it will have dropped."""
+        return self._used + query_length, self._tokens - self._used
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Makes row i what row beam_idx[i] was: expands a prompt to its samples, or drops rows that ended."""
+        self.keys, self.values = (states[beam_idx] for states in self._recent())
         self._stored = []

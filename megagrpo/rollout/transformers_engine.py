@@ -14,7 +14,7 @@ from megagrpo.errors import EngineError, MegagrpoError, ModelError, Problem
 from megagrpo.rollout.decoding import Record, decode
 from megagrpo.rollout.engine import Done, Engine, EngineSpec, EngineState, SoFar
 from megagrpo.rollout.requests import nothing_sampled
-from megagrpo.tokenizer import load_tokenizer, response_texts
+from megagrpo.tokenizer import end_tokens, load_tokenizer, response_texts
 from megagrpo.types import Request, Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.digest import digests
@@ -45,6 +45,7 @@ class TransformersEngine(Engine):
         self._manifest = transformers_manifest(architecture, dtype, holder=f"{spec.name} rank 0")
         self._model: Any = _load_model(spec.model_directory, spec.device, dtype)
         self._tokenizer: Any = load_tokenizer(spec.tokenizer_directory)
+        self._stops = end_tokens(spec.model_directory, self._tokenizer)
         self._requests_at_once = spec.recipe.rollout.kind.requests_at_once(spec.recipe)
         self._receiver: BucketReceiver | None = None
         self._threads, self._pause = spec.threads, spec.recipe.pause
@@ -200,8 +201,7 @@ class TransformersEngine(Engine):
         record = Record(list(batch.values()))
         with self._changed:
             self._batch = batch, record
-        ends = self._model.generation_config.eos_token_id  # one end-of-sequence token, several, or none
-        stops = {*record.requests[0].sampling.stop_tokens, *([ends] if isinstance(ends, int) else ends or ())}
+        stops = self._stops.union(record.requests[0].sampling.stop_tokens)
         decode(self._model, record, stops, self._before_step, self.name)
         samples = record.samples()
         texts = response_texts(self._tokenizer, [(sample.tokens, sample.finish) for sample in samples])
@@ -222,9 +222,10 @@ def _batches(requests: Mapping[int, tuple[Request, Done]], at_once: int) -> list
 
 
 def _load_model(directory: str, device: str, dtype: str) -> Any:
+    """Loads a model with torch's attention, or transformers' own if that lacks what the model's has, such as sinks."""
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch_dtype(dtype), attn_implementation="sdpa", output_loading_info=True
+            directory, dtype=torch_dtype(dtype), output_loading_info=True
         )
     except (OSError, ValueError) as error:
         raise ModelError(Problem(f"{directory}: transformers cannot load the model", given=str(error))) from error
@@ -234,4 +235,6 @@ def _load_model(directory: str, device: str, dtype: str) -> Any:
         given = f"{len(absent)} tensors are missing or have another shape: {', '.join(absent[:5])}"
         needed = "every tensor that config.json calls for"
         raise ModelError(Problem(f"{directory}: the files do not hold the whole model", given, needed))
+    if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")  # torch's knows no cap; some releases of transformers leave it out
     return model.to(device).eval().requires_grad_(False)

@@ -58,6 +58,13 @@ class Storage:
     name: str
     shape: tuple[int, ...]
     dtype: str  # torch's name without "torch.": float32, bfloat16, …
+    folded: bool = False
+    """A file, or a loaded model, has the last two axes as one, in which columns of several tensors alternate."""
+
+    @property
+    def outer_shape(self) -> tuple[int, ...]:
+        """Returns the shape in a file or a loaded model."""
+        return (*self.shape[:-2], self.shape[-2] * self.shape[-1]) if self.folded else self.shape
 
     @property
     def bytes(self) -> int:

@@ -38,11 +38,13 @@ SWEEPS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The same region of several checkpoint tensors."""
+    """The same region of several checkpoint tensors. Each `together` of them, in order, alternate in a storage of the
+    destination: one source sends them all."""
 
     tensors: tuple[str, ...]
     start: tuple[int, ...]
     shape: tuple[int, ...]
+    together: int = 1
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,14 @@ class Bundle:
         return self._edges[-1]
 
     def cut(self, at: int) -> int:
-        """Returns the nearest byte to `at` where the line can be cut: between two rows of a box, or between boxes."""
+        """Returns the nearest byte to `at` where the line can be cut: between two rows of a box, or between boxes.
+        Boxes that one source sends together are not cut."""
         if at <= 0 or at >= self.bytes:
             return min(max(at, 0), self.bytes)
         index, tensor_bytes, row_bytes, _ = self._block_at(at)
+        if (together := self.blocks[index].together * tensor_bytes) > tensor_bytes:
+            begin, end = self._edges[index : index + 2]
+            return min(begin + round((at - begin) / together) * together, end)
         tensor, within = divmod(at - self._edges[index], tensor_bytes)
         return self._edges[index] + tensor * tensor_bytes + round(within / row_bytes) * row_bytes
 
@@ -116,23 +122,26 @@ def bundles_of(sources: Sequence[HolderClass], destinations: Sequence[HolderClas
         for placement in of_class.manifest.placements:
             held[placement.box.tensor].append((placement.box.start, placement.box.shape, index))
     wanted: dict[str, list[_Wanted]] = defaultdict(list)
+    together: dict[str, int] = {}
     for index, of_class in enumerate(destinations):
         storages = of_class.manifest.storages
         for placement in of_class.manifest.placements:
             box = placement.box
-            wanted[box.tensor].append((box.start, box.shape, index, storages[placement.storage].dtype))
-    kinds: dict[tuple[tuple[_Held, ...], tuple[_Wanted, ...]], list[str]] = defaultdict(list)
+            storage = storages[placement.storage]
+            wanted[box.tensor].append((box.start, box.shape, index, storage.dtype))
+            together[box.tensor] = storage.shape[-1] if storage.folded else 1
+    kinds: dict[tuple[tuple[_Held, ...], tuple[_Wanted, ...], int], list[str]] = defaultdict(list)
     for tensor, wants in wanted.items():
-        kinds[tuple(held.get(tensor, ())), tuple(wants)].append(tensor)
+        kinds[tuple(held.get(tensor, ())), tuple(wants), together[tensor]].append(tensor)
 
     blocks: dict[_Key, list[Block]] = defaultdict(list)
     problems = []
-    for (holds, wishes), tensors in kinds.items():
+    for (holds, wishes, count), tensors in kinds.items():
         cells, missing = _cells(holds, wishes)
         if missing:
             problems += [_missing_source(tensor, missing, holds, sources, destinations) for tensor in tensors]
         for box, key in cells:
-            blocks[key].append(Block(tuple(tensors), box.start, box.shape))
+            blocks[key].append(Block(tuple(tensors), box.start, box.shape, count))
     if problems:
         raise WeightPlanError(problems)
     members: dict[tuple[int, _Classes], tuple[int, ...]] = {}

@@ -30,6 +30,12 @@ def box_view(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
     return view if order == sorted(order) else view.permute([order.index(axis) for axis in range(len(order))])
 
 
+def in_storage(values: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """Returns a box's values with the axes of its storage, of the placement's local_shape: undoes `box_view`."""
+    order = [axis for axis in placement.axes if axis is not None]
+    return values.permute(order).reshape(placement.local_shape)
+
+
 @torch.no_grad()
 def fill_padding(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
     """Writes the stated value into every local element that no box describes."""
@@ -40,8 +46,10 @@ def fill_padding(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Non
 
 def model_tensors(model: torch.nn.Module, manifest: Manifest) -> dict[str, torch.Tensor]:
     """Returns a model's parameters by name, and the buffers that are weights: those that the manifest names."""
-    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
-    return parameters | {name: buffer for name, buffer in model.named_buffers() if name in manifest.storages}
+    tensors = {name: parameter.data for name, parameter in model.named_parameters()}
+    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in manifest.storages}
+    folded = {name: storage.shape for name, storage in manifest.storages.items() if storage.folded}
+    return tensors | {name: tensors[name].view(shape) for name, shape in folded.items() if name in tensors}
 
 
 def stored_tensors(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

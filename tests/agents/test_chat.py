@@ -29,15 +29,16 @@ def text(rng: random.Random, least: int = 0) -> str:
     return " ".join(rng.choices(WORDS, k=rng.randint(least, 12))).strip() or ("ok" if least else "")
 
 
-def answer(rng: random.Random, family: str, with_tools: bool) -> dict[str, Any]:
+def answer(rng: random.Random, chat: Chat, with_tools: bool) -> dict[str, Any]:
+    facts = chat.facts
     message: dict[str, Any] = {"role": "assistant", "content": text(rng, 1)}
     if with_tools and rng.random() < 0.6:
-        count = 1 if family == "llama" else rng.randint(1, 3)
-        arguments = [{"k": text(rng)} for _ in range(count)]
-        message["tool_calls"] = [call(f"call{rng.randint(10000, 99999)}", rng.choice("fg"), one) for one in arguments]
-        if family in ("llama", "mistral"):
-            message["content"] = ""
-    return message | ({"reasoning_content": text(rng, 1)} if family == "thinking" else {})
+        count = rng.randint(1, 3) if facts.several_calls else 1
+        names = [rng.choice("fg") for _ in range(count)]
+        message["tool_calls"] = [call(f"functions.{name}:{n}", name, {"k": text(rng)}) for n, name in enumerate(names)]
+        if not facts.several_calls or facts.moves_tools:
+            message["content"] = ""  # Llama, Mistral and channels write nothing beside a call
+    return message | ({"reasoning_content": text(rng, 1)} if facts.reasoning_field else {})
 
 
 def replies(rng: random.Random, said: dict[str, Any]) -> list[dict[str, Any]]:
@@ -54,16 +55,21 @@ def play(chat: Chat, family: str, rng: random.Random, counts: Counter[str]) -> N
         messages.insert(0, {"role": "system", "content": text(rng, 1)})
     tokens = chat.encode(chat.render(messages, tools))
     for _ in range(rng.randint(1, 6)):
-        said = answer(rng, family, with_tools)
+        said = answer(rng, chat, with_tools)
         new = replies(rng, said)
         before, whole = chat.render(messages, tools), chat.render([*messages, said, *new], tools)
-        asked = {"thought": family == "thinking", "system": system}
+        asked = {"thought": chat.facts.reasoning_field, "system": system}
         if not whole.startswith(before):  # thinking is gone, or tools have moved: the facts know it
             assert chat.extension(said, chat.stop_tokens[0], new, tools, **asked) in ("reasoning", "tools_move")
             counts["branch"] += 1
             return
         stops = [chat.text([token]) for token in chat.stop_tokens]
-        stop = min(at for text in stops if (at := whole.find(text, len(before))) >= 0)
+        ends = [at for text in stops if (at := whole.find(text, len(before))) >= 0]
+        if not ends:
+            assert chat.extension(said, chat.stop_tokens[0], new, tools, system=system) == "stop_token"
+            counts["branch"] += 1
+            return
+        stop = min(ends)
         stop_text = next(text for text in stops if whole.startswith(text, stop))
         cut = rng.random() < 0.2
         end = stop + (0 if cut else len(stop_text))
@@ -108,8 +114,8 @@ def test_a_stop_token_of_plain_text_ends_answers_and_is_not_looked_for_in_what_s
     (token,) = chat.encode(plain)[-1:]
     more = Chat(chat.tokenizer, [*chat.stop_tokens, token])
     question = {"role": "user", "content": "next"}
-    for calls in ([], [call("call00001", "f", {"k": "said"})]):
-        said = {"role": "assistant", "content": "" if calls else "said", "tool_calls": calls}
+    for calls in ({}, {"tool_calls": [call("call00001", "f", {"k": "said"})]}):
+        said = {"role": "assistant", "content": "" if calls else "said", **calls}
         new = [{"role": "tool", "content": "4", "tool_call_id": "call00001"}] if calls else [question]
         tools = TOOLS if calls else []
         for last in (*chat.stop_tokens, token, chat.encode("a")[-1]):

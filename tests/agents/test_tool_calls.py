@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from megagrpo.agents.chat import TOOL
-from megagrpo.agents.tool_calls import Calls, Parser, hermes_calls, llama3_calls, parse_answer, parser_of, style_of
+from megagrpo.agents.tool_calls import BUILT_IN, Calls, Parser, llama3_calls, parse_answer, parser_of, style_of
 from megagrpo.errors import RecipeError
-from tests.agents.families import chat_of
+from tests.agents.families import FAMILIES, chat_of
 
+hermes_calls = BUILT_IN["hermes"]
 SECOND = {**TOOL, "function": {**TOOL["function"], "name": "g"}}
 SGLANG = {
     "qwen25": ('<tool_call>\n{"name": "f", "arguments": {"k": "v"}}\n</tool_call>', "\n"),
@@ -25,24 +27,22 @@ SGLANG = {
         '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"k": "v"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
         "",
     ),
-    "glm45": ("<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call>", "\n"),
-    "qwen3_coder": ("<tool_call>\n<function=f>\n<parameter=k>\nv\n</parameter>\n</function>\n</tool_call>", "\n"),
 }
 """One call, and what stands between two, "" if two are written otherwise."""
 
 
 def read(parser: Parser, text: str, *, thinking: bool = False, separate: bool = True, several: bool = True) -> Calls:
-    said = parse_answer(
-        text, [TOOL, SECOND], parser, separate=separate, several=several, thinking=thinking, identity=lambda n: f"{n}"
-    )
+    facts = replace(chat_of("thinking").facts, reasoning_field=separate, several_calls=several)
+    said = parse_answer(text, [TOOL, SECOND], parser, facts, thinking=thinking, identity=str)
     calls = [(one["function"]["name"], one["function"]["arguments"]) for one in said.message.get("tool_calls", ())]
     return Calls(said.message["content"], tuple(calls), said.unreadable)
 
 
 def test_auto_is_what_the_chat_template_writes() -> None:
-    shown = {name: style_of(chat_of(name)) for name in ("chatml", "thinking", "llama", "glm", "mistral", "zephyr")}
-    assert shown == {
+    assert {name: style_of(chat_of(name)) for name in FAMILIES} == {
         "chatml": "hermes", "thinking": "hermes", "llama": "llama3", "glm": "glm45", "mistral": "mistral", "zephyr": "",
+        "function": "qwen3_coder", "python": "olmo3", "glm47": "glm47", "invoke": "minimax-m2", "kimi": "kimi_k2",
+        "channels": "gpt-oss",
     }  # fmt: skip
     assert parser_of("auto", chat_of("zephyr")) is None
 
@@ -110,10 +110,10 @@ def test_parsers_of_sglang_lose_nothing(name: str) -> None:
     assert parser is not None
     assert read(parser, f"I call.{call}") == Calls("I call.", (("f", {"k": "v"}),))
     assert read(parser, "No call at all.") == Calls("No call at all.")
-    unknown = call.replace("f", "h", 1) if name.startswith("glm") else call.replace('"f"', '"h"').replace("=f", "=h")
+    unknown = call.replace('"f"', '"h"')
     if name.startswith("deepseek"):
         unknown = call.replace("｜>f<", "｜>h<").replace("｜>f\n", "｜>h\n")
-    broken = call.replace('"v"', "v").replace("<arg_key>", "").replace("</function>", "").replace("<function", "<func")
+    broken = call.replace('"v"', "v")
     for lost in (unknown, f"{call}{between}{unknown}" if between else unknown):
         made = read(parser, lost)
         assert made == Calls(lost, (), True), made

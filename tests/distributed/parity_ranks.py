@@ -16,7 +16,7 @@ from megagrpo.batching.rank_batches import Microbatch, TrainSequence
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.megatron import model, process
 from megagrpo.megatron.batch import Packed, pack
-from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
+from megagrpo.megatron.heads import VocabularyShard, _scaled, output_weight, vocabulary_logprobs
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.recipe.schema import LayoutConfig, TrainConfig
 from megagrpo.weights.families import read_architecture
@@ -54,17 +54,17 @@ def logits_of_models(
     if layer_spec == "transformer_engine":
         build_as_on_gpus()
     models = (load_model(directory, layout, dtype, layer_spec=layer_spec) for directory in directories)
-    return [logits_of_chunks(model.chunks, layout, microbatches) for model in models]
+    return [logits_of_chunks(model.chunks, model.architecture, layout, microbatches) for model in models]
 
 
 def logits_of_chunks(
-    chunks: list[torch.nn.Module], layout: ParallelLayout, microbatches: list[list[list[int]]]
+    chunks: list[torch.nn.Module], arch: Architecture, layout: ParallelLayout, microbatches: list[list[list[int]]]
 ) -> RankLogits | None:
     """Returns the logits of this rank's part of the microbatches; None on earlier stages."""
     packed, outputs = rank_microbatches(layout, microbatches), []
 
     def keep(_: int, hidden: torch.Tensor) -> torch.Tensor:
-        outputs.append(logits_of(chunks[-1], hidden).float())
+        outputs.append(_scaled(logits_of(chunks[-1], hidden).float(), arch.logit_scale, arch.logit_cap))
         return hidden.sum()
 
     model.forward(chunks, packed, keep)
@@ -83,7 +83,7 @@ def logits_of_chunks(
 
 
 def logits_of(chunk: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """[tokens, padded vocab / tensor] from the last stage's output."""
+    """[tokens, padded vocab / tensor] from the last stage's output, neither scaled nor capped."""
     return hidden @ output_weight(model.unwrapped(chunk)).t()
 
 
@@ -108,6 +108,8 @@ def response_logprobs(
         VocabularyShard(arch.vocab, first, group),
         temperature=1.0,
         entropy=entropy,
+        scale=arch.logit_scale,
+        cap=arch.logit_cap,
     )
 
 

@@ -31,7 +31,7 @@ from tests.distributed.step_ranks import export, on_ranks, save, sft_steps
 from tests.distributed.test_parity_logits import MICROBATCHES, assemble, references
 from tests.rank_group import run_ranks
 from tests.safetensors_files import assert_same_files
-from tests.tiny_models import TINY_FAMILIES, WITH_EXPERTS
+from tests.tiny_models import USUAL_FAMILIES, WITH_EXPERTS
 
 # The row with most kinds of cuts in every test run; the others, which cost as much each, in the long one.
 IN_TURN = [
@@ -44,7 +44,7 @@ IN_TURN = [
 def layout_and_models(name: str, tiny: Tiny) -> tuple[ParallelLayout, list[Path]]:
     """A row for families with experts, or for all of them at once where it does not share experts out."""
     layout = ROWS[name].of("qwen3_moe")
-    return layout, [tiny(family) for family in (TINY_FAMILIES if layout.expert == 1 else WITH_EXPERTS)]
+    return layout, [tiny(family) for family in (USUAL_FAMILIES if layout.expert == 1 else WITH_EXPERTS)]
 
 
 @pytest.mark.parametrize("name", IN_TURN)
@@ -94,7 +94,8 @@ def logits_of_torch_dist(
     """For each (model directory, iteration directory), logits of a model that Megatron loaded from the latter."""
     process.start_parallel(layout, seed=1)
     return [
-        logits_of_chunks(loaded(directory, iteration, layout), layout, microbatches) for directory, iteration in cases
+        logits_of_chunks(loaded(directory, iteration, layout), read_architecture(directory), layout, microbatches)
+        for directory, iteration in cases
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from megagrpo.plan.activations import RankPass, passes_in_flight
 from megagrpo.plan.parameters import stages
 from megagrpo.recipe import schema
 from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.parts import DeltaNet
 from tests.distributed import activation_ranks
 from tests.distributed.layouts import soak
 from tests.rank_group import run_ranks
@@ -31,6 +32,18 @@ EXPERTS = moe_architecture(**SIZES, experts=8, expert_ffn=160)
 SHARED = moe_architecture(**SIZES, experts=8, expert_ffn=80, shared_ffn=320)
 LATENT = latent_architecture(
     dense=4, **SIZES | {"heads": 8}, query_rank=96, key_value_rank=64, plain_dim=16, rotary_dim=8, value_dim=16
+)
+
+
+def _changed(**attention: Any) -> Architecture:
+    mixing: Any = replace(DENSE.layers[0].attention, **attention)
+    return replace(DENSE, layers=(replace(DENSE.layers[0], attention=mixing),) * 4)
+
+
+GATED = _changed(gate=True)
+WINDOWS, CAPPED = _changed(window=64), _changed(score_cap=30.0)
+DELTA = replace(
+    GATED, layers=(replace(GATED.layers[0], attention=DeltaNet(192, 4, 8, 16, 24, 4)),) * 3 + GATED.layers[:1]
 )
 
 
@@ -63,6 +76,7 @@ CASES = [
     Case("logits", WIDE, dtype="bfloat16"),
     Case("experts", EXPERTS),
     Case("latent attention", LATENT),
+    Case("delta nets", DELTA),
     Case("tensor", DENSE, {"tensor": 2}),
     Case("context", DENSE, {"context": 2}, lengths=(768,)),
     Case("virtual pipeline", DENSE, {"pipeline": 2, "virtual_pipeline": 2}, microbatches=4),
@@ -79,6 +93,11 @@ LONG = [
     Case("interleaved, outputs freed", DENSE, {"pipeline": 2, "virtual_pipeline": 2}, microbatches=4, freed=True),
     Case("experts, cut over tensor ranks", EXPERTS, {"tensor": 2, "expert_tensor": 2}),
     Case("tensor and context", DENSE, {"tensor": 2, "context": 2}),
+    Case("delta nets, bfloat16", DELTA, dtype="bfloat16"),
+    Case("delta nets, tensor and context", DELTA, {"tensor": 2, "context": 2}),
+    Case("gates of attention, bfloat16", GATED, dtype="bfloat16"),
+    Case("windows", WINDOWS),
+    Case("capped scores", CAPPED),
 ]
 SOAK = [
     Case("dense, selective", DENSE, recompute="selective"),

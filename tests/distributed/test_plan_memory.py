@@ -19,7 +19,7 @@ from tests.distributed.conftest import Tiny
 from tests.distributed.layouts import ROWS, soak
 from tests.distributed.step_case import make_recipe
 from tests.rank_group import run_ranks
-from tests.tiny_models import TINY_FAMILIES
+from tests.tiny_models import USUAL_FAMILIES
 
 TOLERANCE = 0.002
 NUMBERS = [(dtype, distributed) for dtype in ("float32", "bfloat16") for distributed in (False, True)]
@@ -31,8 +31,8 @@ NUMBERS = [(dtype, distributed) for dtype in ("float32", "bfloat16") for distrib
         ("qwen2_tied", 4, True),
         ("deepseek_v3", 4, True),
         pytest.param("mixtral", 4, False, marks=pytest.mark.long),
-        *soak(*((family, 4, False) for family in TINY_FAMILIES if family != "mixtral")),
-        *soak(*((family, 8, False) for family in TINY_FAMILIES)),
+        *soak(*((family, 4, False) for family in USUAL_FAMILIES if family != "mixtral")),
+        *soak(*((family, 8, False) for family in USUAL_FAMILIES)),
     ],
 )
 def test_planned_bytes_are_those_of_real_ranks(family: str, ranks: int, in_turn: bool, tiny: Tiny) -> None:

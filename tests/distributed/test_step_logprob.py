@@ -38,11 +38,13 @@ def shard_rows(weight, shard, rows):
     return padded, real
 
 
-def compare(vocab, temperature, chunk_columns, dtype, which):
+def compare(vocab, temperature, chunk_columns, dtype, which, scale=1.0, cap=None):
     """Largest errors against float64: of the outputs; of the hidden states' and the matrix's gradients, relative."""
     hidden, weight, positions, labels, logprob_weight, entropy_weight = random_case(vocab, dtype)
     exact = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    log_p = torch.log_softmax((exact[0] @ exact[1].t())[positions] / temperature, -1)
+    logits = (exact[0] @ exact[1].t())[positions] * scale
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    log_p = torch.log_softmax(logits / temperature, -1)
     expected = log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     loss = (expected[0] * logprob_weight).sum() * ("logprob" in which)
     loss = loss + (expected[1] * entropy_weight).sum() * ("entropy" in which)
@@ -54,7 +56,7 @@ def compare(vocab, temperature, chunk_columns, dtype, which):
     local.requires_grad_("frozen" not in which)
     logprobs, entropies = vocabulary_logprobs(
         hidden, positions, labels, local, shard,
-        temperature=temperature, entropy="entropy" in which, chunk_columns=chunk_columns,
+        temperature=temperature, entropy="entropy" in which, scale=scale, cap=cap, chunk_columns=chunk_columns,
     )  # fmt: skip
     loss = (logprobs * logprob_weight).sum() if "logprob" in which else logprobs.new_zeros(())
     if "entropy" in which:
@@ -97,7 +99,8 @@ def test_logprobs_entropies_and_gradients_match_float64(ranks):
     """With 4 ranks and 5 words, one rank holds only padding."""
     sizes = (131, 1.0, None), (131, 0.7, 9), (5, 1.3, 1)
     outputs = "logprob", "logprob and entropy", "entropy", "logprob, frozen"
-    cases = [(*size, torch.float32, which) for size, which in product(sizes, outputs)]
+    scales = (1.0, None), (0.4, None), (1.7, 4.0)
+    cases = [(*size, torch.float32, which, *scale) for size, which, scale in product(sizes, outputs, scales)]
     for case, errors in zip(cases, errors_of(ranks, cases), strict=True):
         assert max(errors) < 3e-6, (case, errors)
 

@@ -12,9 +12,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from megagrpo.batching.rank_batches import RankBatch, count_response_tokens
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.megatron import model_rank
 from megagrpo.megatron.attention import PackedLatentAttention
 from megagrpo.recipe.schema import Recipe
 from tests.distributed.conftest import CaseOf
@@ -118,6 +120,27 @@ def test_the_step_does_not_depend_on_packing(dense):
     for tokens in (LONGEST + 30, 1000):
         recipe = recipe_of(dense.name, ParallelLayout(), tokens_per_microbatch=tokens)
         assert_same_step(run(recipe, backwards), dense.alone)
+
+
+AROUND = {"embedding_scale": 3.3, "logit_scale": 2.2, "logit_cap": 0.9}
+
+
+def read_with_scales() -> None:
+    read = model_rank.read_architecture
+    model_rank.read_architecture = lambda directory: replace(read(directory), **AROUND)
+
+
+def with_scales(model: torch.nn.Module) -> torch.nn.Module:
+    scale, factor, cap = AROUND.values()
+    model.model.embed_tokens.register_forward_hook(lambda _, __, output: output * scale)
+    model.lm_head.register_forward_hook(lambda _, __, output: cap * torch.tanh(output * factor / cap))
+    return model
+
+
+def test_embeddings_are_scaled_and_logits_scaled_and_capped(case_of: CaseOf) -> None:
+    case, recipe = case_of("qwen2_tied"), recipe_of("qwen2_tied", ParallelLayout(tensor=2, pipeline=2))
+    wanted = grpo_step(case, recipe, with_scales(load_reference(case.directory)))
+    assert_same_step(gather(on_ranks(step, recipe, case, first=read_with_scales)), wanted)
 
 
 def step_with_keys_of_own_heads(*args: Any) -> RankStep:

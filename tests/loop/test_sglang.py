@@ -151,7 +151,7 @@ def test_a_run_with_latent_attention_trains_on_what_an_external_server_samples(
     one = request(PROMPT, SamplingParams(8))
     answer = Answer(one)
     with client_of(server) as client:
-        body = generate_body(one, "a request of another client", steps, streams=False)
+        body = generate_body(one, "a request of another client", steps, (), streams=False)
         client.run(client.generate(body, answer, asyncio.Event()))
     sample = answer.sample(lambda tokens, finish: "", "the server")
     assert (sample.versions == steps).all()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megagrpo.plan.engine import cache_bytes_per_token
+from megagrpo.plan.engine import cache_of
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
 from megagrpo.rollout.sglang import arguments, launch
@@ -144,7 +144,7 @@ def test_a_plans_cache_bytes_per_token_are_those_of_sglangs_pools() -> None:
     command = [sys.executable, "-c", POOLS, asked]
     answered = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     held = json.loads(answered.stdout.splitlines()[-1])
-    each = cache_bytes_per_token(dense, 2, 2), cache_bytes_per_token(latent, 8, 2)
+    each = cache_of(dense.kinds, 2, 2).token, cache_of(latent.kinds, 8, 2).token
     assert held == [(TOKENS + 1) * size for size in each]  # with a slot for padding
 
 

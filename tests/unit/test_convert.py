@@ -34,7 +34,7 @@ from tests.safetensors_files import (
     stack_experts,
     with_tensors,
 )
-from tests.tiny_models import TINY_FAMILIES, make_model, reference_logits
+from tests.tiny_models import USUAL_FAMILIES, make_model, reference_logits
 from tests.weights_oracle import Tensors
 
 SEQUENCES = [[1, 17, 40, 3], [130, 0, 5]]
@@ -46,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("family", USUAL_FAMILIES)
 def test_there_and_back_gives_the_same_bits_which_transformers_loads(
     family: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

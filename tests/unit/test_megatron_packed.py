@@ -16,12 +16,10 @@ from megagrpo.megatron.attention import (
     PADDING_ALWAYS_ALLOWED,
     _attend_batch,
     attend,
-    cosine_and_sine,
-    inverse_frequencies,
-    rotate,
 )
 from megagrpo.megatron.batch import Batch, Minibatch, Packed, of_tokens, pack
-from megagrpo.weights.families.architecture import Rope
+from megagrpo.megatron.rotary import cosine_and_sine, inverse_frequencies, rotate
+from megagrpo.weights.families.parts import Rope
 from tests.methods import rows_of
 
 lengths_of_sequences = st.lists(st.integers(1, 90), max_size=20)
@@ -178,10 +176,11 @@ def test_buckets_waste_little(lengths: list[int]) -> None:
         assert len(plan.buckets) == 1
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_heads_with_keys_of_their_own_attend_as_groups_do(masked: bool) -> None:
+@pytest.mark.parametrize("mask_of", [None, "each", "all"])
+def test_heads_with_keys_of_their_own_attend_as_groups_do(mask_of: str | None) -> None:
     q, k, v = (torch.randn(2, heads, 9, 8, dtype=torch.float64, requires_grad=True) for heads in (6, 2, 2))
-    mask = torch.ones(9, 9, dtype=torch.bool).tril()[None, None].expand(2, 1, 9, 9) if masked else None
+    mask = torch.ones(9, 9, dtype=torch.bool).tril() if mask_of else None
+    mask = mask.expand(2, 1, 9, 9) if mask is not None and mask_of == "each" else mask
     found = []
     for groups in (True, False):
         output = _attend_batch(q, k, v, mask, None, groups)

@@ -9,7 +9,7 @@ from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
 from megagrpo.plan.training_time import FORWARD, head_flops, layers_flops, training_products
 from megagrpo.recipe.schema import LoraConfig, TrainConfig
 from megagrpo.weights.families import architecture_of
-from tests.tiny_models import DIMENSIONS, TINY_FAMILIES
+from tests.tiny_models import DIMENSIONS, TINY_FAMILIES, USUAL_FAMILIES
 
 LENGTH = 96
 
@@ -44,7 +44,7 @@ def as_transformers(arch, over):
     return layers.total + layers.attention + head_flops(arch, over, LENGTH) * (3 / 4 if over.backward else 1)
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("family", USUAL_FAMILIES)
 def test_forward_and_backward_of_every_family_are_what_torch_counts(family):
     model, arch = model_of(family)
     assert as_transformers(arch, FORWARD) == pytest.approx(counted(model, backward=False), rel=0.002)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from megagrpo.batching.work import work_of
 from megagrpo.cli import main
 from megagrpo.errors import PreflightError
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.plan.engine import SequenceCache, cache_of
 from megagrpo.plan.parameters import (
     active_parameters,
     expert_parameters,
@@ -18,14 +21,17 @@ from megagrpo.plan.parameters import (
     total_parameters,
 )
 from megagrpo.preflight.preflight import preflight
+from megagrpo.recipe.kernels import Installed, attention_of, layers_on
 from megagrpo.recipe.load import load
+from megagrpo.recipe.model_rules import model_problems
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import critic_of
 from tests import plans
 from tests.plans import known_model
 from tests.tiny_run import make_run
 
-# As in the index files of the published checkpoints, tied embeddings once. DeepSeek-V3 without multi-token prediction.
+QWEN_NEXT, GPT_OSS = "Qwen/Qwen3-Next-80B-A3B-Instruct", "openai/gpt-oss-20b"
+# As in the index files of the published checkpoints, tied embeddings once; without multi-token prediction.
 PARAMETERS = {
     "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
     "Qwen/Qwen3-8B": 8_190_735_360,
@@ -35,6 +41,9 @@ PARAMETERS = {
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,
     "deepseek-ai/DeepSeek-V3": 671_026_419_200,
+    QWEN_NEXT: 79_674_391_296,
+    GPT_OSS: 20_914_757_184,
+    "zai-org/GLM-4.5-Air": 106_852_251_264,
 }
 KNOWN = "model.path=Qwen/Qwen3-8B"
 
@@ -61,6 +70,33 @@ def test_parameters_are_those_of_the_checkpoint(model: str) -> None:
 )
 def test_active_parameters_are_those_of_the_models_names(model: str, active: float) -> None:
     assert active_parameters(known_model(model)) == pytest.approx(active, rel=2e-3)
+
+
+def test_windows_and_states_bound_what_is_cached_and_computed() -> None:
+    windows, states = known_model(GPT_OSS), known_model(QWEN_NEXT)
+    assert cache_of(windows.kinds, 1, 2) == SequenceCache(12 * 2048, ((128, 12 * 2048),))
+    of_sequence = 36 * (4 * 32 * 128 * 128 + 2 * 3 * (2 * 2048 + 4096))
+    assert cache_of(states.kinds, 1, 2) == SequenceCache(24 * 1024, (), of_sequence)
+    one, ten = (work_of(windows).of(np.array([tokens])) for tokens in (100, 1000))
+    pairs = 12 * 2 * 64 * 64
+    assert ten - 10 * one == pytest.approx(pairs * (1000**2 - 10 * 100**2 + 1000**2 - 872**2 - 10 * 100**2))
+
+
+@pytest.mark.parametrize(
+    ("model", "part"),
+    [
+        ("openai/gpt-oss-20b", "windows"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "gated delta nets"),
+        (plans.QWEN_30B, None),
+    ],
+)
+def test_models_with_parts_of_2026_take_local_layers(model: str, part: str | None) -> None:
+    arch, train = known_model(model), plans.recipe(plans.ON_2048).train
+    layers = layers_on((9, 0), Installed(transformer_engine=True), attention_of(arch, train, half=True))
+    assert (layers.spec == "local") == (part is not None) == (f"no {part}" in layers.why)
+    by_hand = train.model_copy(update={"layer_spec": "transformer_engine"})
+    problems = model_problems(plans.recipe(plans.ON_2048).model_copy(update={"train": by_hand}), arch)
+    assert any(f"no {part}" in str(problem) for problem in problems) == (part is not None)
 
 
 def test_all_ranks_of_671b_on_2048_gpus_hold_the_whole_model() -> None:

@@ -15,7 +15,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.activations import RankPass
 from megagrpo.plan.advice import checkpoint_bytes
 from megagrpo.plan.case import A_CPU, GPUS, Case
-from megagrpo.plan.engine import cache_bytes_per_token
+from megagrpo.plan.engine import SequenceCache, cache_of
 from megagrpo.plan.memory import DeviceMemory, PhaseMemory, host_bytes, memory, model_parts
 from megagrpo.plan.parameters import largest_share, stages, total_parameters
 from megagrpo.plan.plan import plan_of
@@ -28,7 +28,7 @@ from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides import sglang
 from tests import plans
 from tests.plans import H100, QWEN_8B, QWEN_HALF_B, known_model, merged, sft_recipe
-from tests.tiny_models import TINY_FAMILIES, make_model
+from tests.tiny_models import USUAL_FAMILIES, make_model
 from tests.weights_oracle import architecture
 
 SAVER = {"enable_memory_saver": True, "mem_fraction_static": 0.5}
@@ -158,10 +158,10 @@ def test_entropy_is_planned_where_it_is_computed() -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: make_model(name, tmp_path_factory.mktemp(name)) for name in TINY_FAMILIES}
+    return {name: make_model(name, tmp_path_factory.mktemp(name)) for name in USUAL_FAMILIES}
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("family", USUAL_FAMILIES)
 def test_engine_weights_are_those_of_sglangs_manifest(family: str, tiny: dict[str, Path]) -> None:
     arch = read_architecture(tiny[family])
     compared = 0
@@ -188,10 +188,10 @@ def test_cached_bytes_are_those_of_transformers(family: str, tiny: dict[str, Pat
     with torch.no_grad():
         cache = loaded(torch.zeros(3, 7, dtype=torch.int64), use_cache=True).past_key_values
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert held == 21 * cache_bytes_per_token(read_architecture(tiny[family]), 1, 4)
+    assert held == 21 * cache_of(read_architecture(tiny[family]).kinds, 1, 4).token
     # table 1 of arXiv:2505.09343: 70.272 kB of a token in DeepSeek-V3, on every tensor rank
-    assert cache_bytes_per_token(DEEPSEEK, 1, 2) == cache_bytes_per_token(DEEPSEEK, 16, 2) == 70272
-    assert cache_bytes_per_token(LLAMA, 8, 2) == cache_bytes_per_token(LLAMA, 16, 2) == 2 * 80 * 128 * 2
+    assert cache_of(DEEPSEEK.kinds, 1, 2) == cache_of(DEEPSEEK.kinds, 16, 2) == SequenceCache(70272)
+    assert cache_of(LLAMA.kinds, 8, 2) == cache_of(LLAMA.kinds, 16, 2) == SequenceCache(2 * 80 * 128 * 2)
 
 
 def test_an_engine_fills_its_share_of_a_card() -> None:

@@ -1,9 +1,11 @@
 """Tokens that the embedded engine generates, against transformers' own generate and forward pass."""
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from megagrpo.errors import EngineError, ModelError
 from megagrpo.rollout.transformers_engine import TransformersEngine
+from megagrpo.tokenizer import end_tokens
 from megagrpo.types import Request, Sample, SamplingParams
 from tests.rollout_engines import END, generate, model_directory, request, start_engine
-from tests.tiny_models import TINY_FAMILIES
+from tests.tiny_models import USUAL_FAMILIES
 
 PROMPTS = [[5], [9, 8, 3, 1, 2], [4, 4, 4], list(range(20, 37)), [100, 3]]
 LONG_TAIL = SamplingParams(max_tokens=24, temperature=1.3, stop_tokens=tuple(range(8, 20)))
@@ -42,7 +45,7 @@ def tokens_of(samples: Sequence[Sample]) -> list[list[int]]:
     return [sample.tokens.tolist() for sample in samples]
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("family", USUAL_FAMILIES)
 def test_greedy_responses_and_logprobs_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     path = model_directory(family, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
@@ -63,11 +66,13 @@ def test_the_head_gets_the_last_columns_of_prompts_in_one_piece(engine: Transfor
     assert all(hidden.is_contiguous() for hidden in seen)  # else torch copies the head's weights for each prompt
 
 
-def assert_logprobs(model: torch.nn.Module, prompt: list[int], sample: Sample, temperature: float) -> None:
+def assert_logprobs(
+    model: torch.nn.Module, prompt: list[int], sample: Sample, temperature: float, atol: float = 1e-5
+) -> None:
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *sample.tokens.tolist()]])).logits[0, len(prompt) - 1 : -1]
     expected = (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(sample.tokens).long()[:, None])[:, 0]
-    np.testing.assert_allclose(sample.logprobs, expected.numpy(), atol=1e-5, rtol=0)
+    np.testing.assert_allclose(sample.logprobs, expected.numpy(), atol=atol, rtol=0)
 
 
 def test_sampled_logprobs_are_those_of_a_full_forward_pass_after_rows_left_the_batch(
@@ -130,6 +135,20 @@ def test_stop_tokens_end_a_response_are_kept_in_it_and_left_out_of_its_text(engi
     assert stopped.tokens.tolist() == free.tokens[:end].tolist()
     assert stopped.finish == "stop"
     assert stopped.text == " ".join(f"w{token}" for token in stopped.tokens[:-1])
+
+
+def test_all_end_tokens_of_the_model_and_the_tokenizer_end_a_response(tmp_path: Path) -> None:
+    path = model_directory("qwen2", tmp_path, eos_token_id=None)
+    greedy = [request(PROMPTS[1], SamplingParams(max_tokens=8, temperature=0.0))]
+    (free,) = generate(start_engine(path), greedy)
+    end = int(free.tokens[4])
+    generation, config = path / "generation_config.json", path / "config.json"
+    generation.write_text(json.dumps(json.loads(generation.read_text()) | {"eos_token_id": [91, end]}))
+    (stopped,) = generate(start_engine(path), greedy)
+    assert stopped.tokens.tolist() == free.tokens[: free.tokens.tolist().index(end) + 1].tolist()
+    assert stopped.finish == "stop"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"text_config": {"eos_token_id": 90}}))
+    assert end_tokens(path, SimpleNamespace(eos_token_id=92)) == {90, 91, end, 92}
 
 
 def test_logits_that_are_not_finite_are_an_error_that_names_the_sample_and_the_weights(qwen2: Path) -> None:

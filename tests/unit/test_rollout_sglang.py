@@ -65,12 +65,13 @@ def test_a_request_whose_connection_breaks_goes_on_after_its_tokens_and_ends_whe
         Engine.__init__(engine, "engine 0")
         engine._client, engine._gate = client, RequestGate(8)
         engine._timeout, engine._streams, engine._pause, engine._released = 60.0, True, "retract", set()
-        engine._ends, engine._answers, engine._fixed_version, engine._stops = {}, {}, None, set()
+        engine._ends, engine._answers, engine._fixed_version, engine._stops = {}, {}, None, {7, 2}
         engine._text = lambda tokens, finish: finish
-        (sample,) = generate(engine, [request([prompt], SamplingParams(max_tokens=4))])
+        (sample,) = generate(engine, [request([prompt], SamplingParams(max_tokens=4, stop_tokens=(9, 2)))])
         client.close()
     assert (sample.tokens.tolist(), sample.finish) == (list(range(prompt + 1, 8)), "stop")
     assert [body["sampling_params"]["max_new_tokens"] for body in asked] == [4, 1][:times]
+    assert [body["sampling_params"]["stop_token_ids"] for body in asked] == [[2, 7, 9]] * times
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.plan.parameters import known_models, total_parameters
 from megagrpo.weights.families import FAMILIES, architecture_of, read_architecture, tensors_of
 from megagrpo.weights.families.architecture import Layer
-from megagrpo.weights.families.parts import Attention, Experts, LatentAttention, Mlp, Rope, SigmoidRouter, Yarn
+from megagrpo.weights.families.parts import Attention, Experts, LatentAttention, Mlp, Norms, Rope, SigmoidRouter, Yarn
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC
+from tests.tiny_models import LIKE
 from tests.weights_oracle import architecture, latent_architecture, moe_architecture
 
 
@@ -59,15 +60,22 @@ def test_defaults_that_transformers_leaves_out() -> None:
     assert not arch.tied_embeddings
     of_experts = [key for key in QWEN3_MOE if "exp" in key or key.startswith(("moe", "decoder", "mlp", "norm_topk"))]
     dense = architecture_of(without(QWEN3_MOE, "head_dim", *of_experts) | {"model_type": "qwen3"})
-    assert dense.layers[0].attention == Attention(2048, 32, 4, 128, Rope(1000000.0), norm=True)
+    assert dense.layers[0].attention == Attention(2048, 32, 4, 128, Rope(1000000.0), norm="head")
     assert {kind.mlp for kind in architecture_of(QWEN3_MOE).kinds} == {Experts(2048, 128, 8, 768, True)}
     assert total_parameters(architecture_of(MIXTRAL_8X7B)) == pytest.approx(46.703e9, rel=1e-4)
 
 
+NO_MODEL_OF_DEFAULTS: dict[str, dict[str, Any]] = {
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_shared_experts": 1, "norm_topk_prob": True},
+    "glm4_moe": {"num_attention_heads": 64},
+}
+"""Fields that transformers' default config of a family needs for a model."""
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_absent_key_means_what_it_means_to_transformers(family: str) -> None:
-    class_of = transformers.CONFIG_MAPPING[family]
-    written = class_of(**({"sliding_window": None} if family == "mistral" else {})).to_dict()
+    class_of = transformers.CONFIG_MAPPING[LIKE.get(family, family)]
+    written = class_of(**NO_MODEL_OF_DEFAULTS.get(family, {})).to_dict() | {"model_type": family}
     architecture_of(written)
     needed = set()
     for key in written.keys() - {"model_type"}:
@@ -77,7 +85,8 @@ def test_an_absent_key_means_what_it_means_to_transformers(family: str) -> None:
         except ModelError:
             needed.add(key)
         else:
-            assert read == architecture_of(class_of(**fewer).to_dict()), key
+            theirs = class_of(**without(fewer, "model_type")).to_dict()
+            assert read == architecture_of(theirs | {"model_type": family}), key
     assert not needed & {"num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "rope_parameters"}
 
 
@@ -86,7 +95,8 @@ def test_deepseek_v3_is_read_as_it_is() -> None:
     rope = Rope(10000.0, yarn=Yarn(40.0, 4096, 32.0, 1.0, 1.0, 1.0))
     attention = LatentAttention(7168, 128, 1536, 512, 128, 64, 128, rope)
     experts = Experts(7168, 256, 8, 2048, True, SigmoidRouter(8, 4, 2.5), shared_ffn=2048)
-    assert arch.layers == (Layer(attention, Mlp(7168, 18432)),) * 3 + (Layer(attention, experts),) * 58
+    norms = Norms(7168)
+    assert arch.layers == (Layer(attention, Mlp(7168, 18432), norms),) * 3 + (Layer(attention, experts, norms),) * 58
     plain = without(DEEPSEEK_V3, "quantization_config") | {"q_lora_rank": None}
     assert {kind.attention for kind in architecture_of(plain).kinds} == {replace(attention, query_rank=None)}
     names = {tensor.name for tensor in tensors_of(arch)}
@@ -106,8 +116,7 @@ def test_deepseek_v3_is_read_as_it_is() -> None:
         (QWEN2, {"dual_chunk_attention_config": {"chunk_size": 262144}}, "dual_chunk_attention_config (qwen2)"),
         (QWEN2, {"layer_types": [{}, None]}, "layer_types"),
         (QWEN2, {"layer_types": 7}, "layer_types"),
-        (LLAMA | {"model_type": "mistral"}, {}, "sliding_window (mistral)"),
-        (LLAMA | {"model_type": "mistral"}, {"sliding_window": 4096}, "sliding_window (mistral)"),
+        (LLAMA | {"model_type": "mistral"}, {"sliding_window": 0}, "sliding_window (mistral)"),
         (LLAMA, {"model_type": None}, "model_type"),
         (LLAMA, {"attention_bias": True}, "attention_bias (llama)"),
         (LLAMA, {"mlp_bias": True}, "mlp_bias"),
@@ -123,6 +132,7 @@ def test_deepseek_v3_is_read_as_it_is() -> None:
         (QWEN2, {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.rope_theta and rope_theta"),
         (LLAMA, {"original_max_position_embeddings": 4096}, "the same in both places"),
         (QWEN2, {"is_causal": False}, "is_causal (qwen2)"),
+        (QWEN2, {"is_causal": None}, "is_causal (qwen2)"),
         (QWEN2, {"torch_dtype": "float8"}, "torch_dtype (qwen2)"),
         (LLAMA, {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one set of rotary parameters"),
         (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.factor"),
@@ -134,7 +144,6 @@ def test_deepseek_v3_is_read_as_it_is() -> None:
         (LLAMA, {"head_dim": None, "hidden_size": 2050}, "head_dim"),
         (QWEN2, {"use_sliding_window": True}, "use_sliding_window (qwen2)"),
         (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        (DEEPSEEK_V3, {"rms_norm_eps": 1e-5}, "rms_norm_eps (deepseek_v3)"),
         (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave"),
         (DEEPSEEK_V3, {"num_key_value_heads": 64}, "num_key_value_heads"),
         (DEEPSEEK_V3, {"attention_bias": True}, "attention_bias"),
@@ -147,9 +156,10 @@ def test_deepseek_v3_is_read_as_it_is() -> None:
         (DEEPSEEK_V3, {"n_group": 7}, "n_group"),
         (DEEPSEEK_V3, {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, "num_experts_per_tok"),
         (DEEPSEEK_V3, {"kv_lora_rank": None}, "kv_lora_rank"),
-        (DEEPSEEK_V3, {"rope_scaling": YARN | {"attention_factor": 1.0}}, "rope_scaling.attention_factor"),
+        (DEEPSEEK_V3, {"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor or truncate"),
         (DEEPSEEK_V3, {"rope_scaling": YARN | {"mscale": None}}, "rope_scaling.mscale"),
-        (DEEPSEEK_V3, {"rope_scaling": YARN | {"truncate": False}}, "rope_scaling.truncate"),
+        (DEEPSEEK_V3, {"rope_scaling": YARN | {"truncate": False}}, "attention_factor or truncate"),
+        (DEEPSEEK_V3, {"rope_scaling": YARN | {"truncate": None}}, "rope_scaling.truncate"),
         (DEEPSEEK_V3, {"rope_scaling": YARN | {"type": "llama3"}}, "default or yarn"),
         (DEEPSEEK_V3, {"rope_scaling": YARN | {"rope_type": "yarn", "type": "llama3"}}, "rope_scaling.type"),
         (
@@ -159,8 +169,9 @@ def test_deepseek_v3_is_read_as_it_is() -> None:
         ),
         (MIXTRAL_8X7B, {"sliding_window": 4096}, "sliding_window (mixtral)"),
         (MIXTRAL_8X7B, {"num_local_experts": 1}, "at most the number of experts, 1"),
-        (QWEN3_MOE, {"mlp_only_layers": [0]}, "mlp_only_layers"),
-        (QWEN3_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        (QWEN3_MOE, {"mlp_only_layers": [48]}, "mlp_only_layers"),
+        (QWEN3_MOE, {"num_local_experts": 64}, "num_local_experts and num_experts"),
+        (QWEN3_MOE, {"num_experts_per_tok": 1}, "num_experts_per_tok"),
         (QWEN3_MOE, {"attention_bias": True}, "attention_bias"),
         (QWEN3_MOE, {"num_experts": None}, "num_local_experts or num_experts"),
         (QWEN3_MOE, {"num_experts_per_tok": 129}, "at most the number of experts, 128"),

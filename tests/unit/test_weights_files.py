@@ -23,7 +23,7 @@ from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.sides.checkpoint import PROBLEMS_MAX, extra_tensors
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 from tests.safetensors_files import LARGE, assert_same_files, in_fp8, saved, stack_experts, with_tensors
-from tests.tiny_models import TINY_FAMILIES, make_model
+from tests.tiny_models import OTHER_FAMILIES, USUAL_FAMILIES, make_model
 from tests.weight_streams import assert_equal, loaded, manifests, through_ranks
 from tests.weights_oracle import Tensors, held_by_ranks
 
@@ -50,7 +50,7 @@ def model(models: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(make_model("qwen3_moe", models / "qwen3_moe"), tmp_path / "model"))
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("family", USUAL_FAMILIES)
 def test_every_layout_loads_what_the_oracle_says_and_exports_the_same_bits(
     family: str, models: Path, tmp_path: Path
 ) -> None:
@@ -61,6 +61,16 @@ def test_every_layout_loads_what_the_oracle_says_and_exports_the_same_bits(
         ranks = through_ranks(model, tmp_path / str(number), layout, spec=spec)
         for tensors, expected in zip(ranks, held_by_ranks(arch, layout, checkpoint, spec is TE_SPEC), strict=True):
             assert_equal(tensors, expected)
+        assert_same_files(model, tmp_path / str(number))
+
+
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_the_files_of_every_family_come_out_of_ranks_as_they_went_in(family: str, models: Path, tmp_path: Path) -> None:
+    model = make_model(family, models / family)
+    layouts = [ParallelLayout(tensor=2, pipeline=2, virtual_pipeline=2)]
+    layouts += [ParallelLayout(tensor=2, data=2, expert=4)] * (read_architecture(model).experts > 0)
+    for number, layout in enumerate(layouts):
+        through_ranks(model, tmp_path / str(number), layout)
         assert_same_files(model, tmp_path / str(number))
 
 

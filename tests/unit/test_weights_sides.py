@@ -22,7 +22,7 @@ from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.boxes import Box, Placement
 from megagrpo.weights.coverage import storage_problems, tiling_error
 from megagrpo.weights.families import FAMILIES, Family, SglangClass, read_architecture
-from megagrpo.weights.families.architecture import Architecture, Layer, critic_of
+from megagrpo.weights.families.architecture import Architecture, critic_of
 from megagrpo.weights.families.reading import ConfigReader
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import sglang
@@ -169,7 +169,7 @@ def toy(config: Mapping[str, Any]) -> Architecture:
     """The whole of a family's file: biases and norms of queries and keys together, which no other family has."""
     read = ConfigReader(config)
     read.refuse_if_set("mlp_bias")
-    return read.model([Layer(read.attention(bias=True, norm=True), read.mlp())] * read.layers)
+    return read.model([read.layer(read.attention(bias=True, norm="head"), read.mlp())] * read.layers)
 
 
 def test_a_dense_family_is_one_function_and_one_line(

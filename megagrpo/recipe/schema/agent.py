@@ -193,8 +193,8 @@ class AgentConfig(Section):
     in any case."""
 
     parser: str = "auto"
-    """Format of the policy's tool calls: hermes or llama3 of megagrpo, or a name that SGLang has, such as qwen25,
-    mistral, deepseekv3 or glm45. auto: what the chat template shows."""
+    """Format of the policy's tool calls: a form of megagrpo, such as hermes, qwen3_coder or gpt-oss (docs/agents.md),
+    or a name that SGLang has, such as mistral or deepseekv3. auto: what the chat template shows."""
 
     history: Literal["template", "append"] = "template"
     """Reasoning of earlier turns that the chat template leaves out. template: it is left out, and the conversation goes

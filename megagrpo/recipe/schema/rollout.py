@@ -166,7 +166,7 @@ class RolloutConfig(Section):
     """Sample from the k most likely tokens only; 0 is all. Must be 0 in training rollouts, for the same reason."""
 
     stop_token_ids: list[NonNegativeInt] = []
-    """Token ids that end a response, besides the model's own end-of-sequence tokens."""
+    """Token ids that end a response, besides the end-of-sequence tokens of the model's files and of its tokenizer."""
 
     requests_at_once: Count = 256
     """Responses that one engine decodes in one batch."""

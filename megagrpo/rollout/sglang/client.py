@@ -37,10 +37,12 @@ FINISHES: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abo
 Result = TypeVar("Result")
 
 
-def generate_body(request: Request, rid: str, version: int, *, streams: bool) -> dict[str, Any]:
+def generate_body(request: Request, rid: str, version: int, stops: Collection[int], *, streams: bool) -> dict[str, Any]:
     """Returns the body of /generate for one sample; the answer comes in parts if it `streams`. It shares keys and
     values of its prompt only with requests of the same weight version: others' may be of other weights. With n > 1, all
-    samples of a prompt would have the seed of the first, could not be aborted alone, and would be answered together."""
+    samples of a prompt would have the seed of the first, could not be aborted alone, and would be answered together.
+
+    stops: tokens that end every response. SGLang itself knows those of the model's files, but has no tokenizer."""
     sampling = request.sampling
     return {
         "rid": rid,
@@ -53,7 +55,7 @@ def generate_body(request: Request, rid: str, version: int, *, streams: bool) ->
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            "stop_token_ids": list(sampling.stop_tokens),
+            "stop_token_ids": sorted({*sampling.stop_tokens, *stops}),
             "sampling_seed": request.seed,
             "stream_interval": TOKENS_PER_PART,
         },
@@ -107,7 +109,7 @@ class Answer:
     def sample(
         self, text_of: Callable[[np.ndarray, FinishReason], str], engine: str, stops: Collection[int] = ()
     ) -> Sample:
-        """Returns the whole sample, once the answer has ended. stops: the model's own tokens that end a response.
+        """Returns the whole sample, once the answer has ended. stops: tokens that end every response.
 
         Raises EngineError if tokens, logprobs and weight versions do not belong together.
         """

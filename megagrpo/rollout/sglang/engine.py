@@ -92,7 +92,7 @@ class SglangEngine(Engine):
             sglang_side.manifest(architecture, rollout.layout, rank, *held) for rank in range(rollout.layout.ranks)
         ]
         self._tokenizer: Any = load_tokenizer(spec.tokenizer_directory)
-        self._stops = end_tokens(spec.model_directory)
+        self._stops = end_tokens(spec.model_directory, self._tokenizer)
         self._timeout, self._pause = rollout.timeout_seconds, recipe.pause
         if server:
             server.wait_until_ready(recipe.cluster.start_timeout_seconds)
@@ -194,7 +194,7 @@ class SglangEngine(Engine):
     async def _send(self, ticket: int, request: Request, end: asyncio.Event) -> Answer:
         rid = uuid.uuid4().hex
         answer = self._answers[ticket] = Answer(request, self._fixed_version)
-        body = generate_body(request, rid, self.version, streams=self._streams)
+        body = generate_body(request, rid, self.version, self._stops, streams=self._streams)
         try:
             await self._client.generate(body, answer, end, held=lambda: self._gate.held)
         except BrokenConnection:

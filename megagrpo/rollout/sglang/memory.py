@@ -11,7 +11,7 @@ from typing import Any
 
 from megagrpo.plan.assumptions import longest_sequence
 from megagrpo.plan.case import Case
-from megagrpo.plan.engine import GIB, MIB, EngineMemory, asked_at_once
+from megagrpo.plan.engine import GIB, MIB, EngineMemory, SequenceCache, asked_at_once, cache_of
 from megagrpo.plan.parameters import BLOCK_ELEMENT_BYTES, shard_of
 from megagrpo.recipe.defaults import cpu_cache_tokens
 from megagrpo.recipe.schema import EngineLayoutConfig
@@ -42,16 +42,16 @@ def sglang_memory(case: Case) -> EngineMemory:
     asked = min(asked_at_once(case), at_once)
     dtype = str(options.get("kv_cache_dtype") or "auto")
     cached = 1 if dtype.startswith("fp8") else 2 if dtype in ("bf16", "bfloat16") else element
-    weights, token_bytes = [], []  # by stage
-    of_attention = attention_elements(arch, layout.pipeline, group)
+    weights, cache_bytes = [], []  # by stage; of a longest sequence
+    of_attention = attention_of_stages(arch, layout.pipeline, group, cached)
     for stage, held in enumerate(engine_rank_parameters(arch, layout, device)):
-        derived, of_token = of_attention[stage]
+        derived, cache = of_attention[stage]
         weights.append((held + derived) * element)
         if rollout.quantization is not None:
             counts = arch.tally(stage_layers(len(arch.layers), stage, layout.pipeline))
             blocks = sum(map(mul, counts, engine_blocks(arch, layout)))
             weights[-1] -= int(blocks * (element - BLOCK_ELEMENT_BYTES))
-        token_bytes.append(of_token * cached)
+        cache_bytes.append(int(cache.of(longest)))
     sizes = GraphSizes.of(options, card_bytes, layout, at_once)
     if device == "cpu":
         tokens = cpu_cache_tokens(rollout.requests_at_once, longest)
@@ -59,13 +59,15 @@ def sglang_memory(case: Case) -> EngineMemory:
         tokens = -(-asked // layout.attention_data) * longest
     else:
         static = int(card_bytes * (options.get("mem_fraction_static") or default_fraction(sizes, card_bytes)))
-        # Every stage caches the same tokens: as many as the one with the least room.
-        tokens = min(max(0, static - held) // token for held, token in zip(weights, token_bytes, strict=True))
+        # Every stage caches the same tokens: as many as the one with the least room. Sequences count as longest ones.
+        tokens = min(
+            max(0, static - held) * longest // of_longest for held, of_longest in zip(weights, cache_bytes, strict=True)
+        )
     tokens = min(tokens, options.get("max_total_tokens") or tokens)
-    fullest = max(range(layout.pipeline), key=lambda stage: weights[stage] + tokens * token_bytes[stage])
+    fullest = max(range(layout.pipeline), key=lambda stage: weights[stage] + tokens * cache_bytes[stage] // longest)
     return EngineMemory(
         weights[fullest],
-        tokens * token_bytes[fullest],
+        tokens * cache_bytes[fullest] // longest,
         working=0 if device == "cpu" else _working_bytes(arch, sizes, element),
         cache_tokens=tokens * layout.attention_data,
         longest=longest,
@@ -79,17 +81,16 @@ def sglang_memory(case: Case) -> EngineMemory:
 
 
 @lru_cache(maxsize=1024)
-def attention_elements(arch: Architecture, stages: int, ranks: int) -> list[tuple[int, int]]:
-    """Returns for each pipeline stage two numbers of elements on each of `ranks` ranks that share the attention.
+def attention_of_stages(
+    arch: Architecture, stages: int, ranks: int, element_bytes: int
+) -> list[tuple[int, SequenceCache]]:
+    """Returns for each pipeline stage the elements that SGLang derives from weights, and its cache of a sequence.
 
-    They are those that SGLang derives from weights, and those that it caches of a token.
+    Both are of each of `ranks` ranks that share the attention.
     """
-    derived, cached = zip(
-        *((kind.attention.derived_elements(ranks), kind.attention.cached_elements(ranks)) for kind in arch.kinds),
-        strict=True,
-    )
-    counts = [arch.tally(stage_layers(len(arch.layers), stage, stages)) for stage in range(stages)]
-    return [(sum(map(mul, of_stage, derived)), sum(map(mul, of_stage, cached))) for of_stage in counts]
+    counts = [arch.count(stage_layers(len(arch.layers), stage, stages)) for stage in range(stages)]
+    derived = [sum(count * kind.attention.derived_elements(ranks) for kind, count in of.items()) for of in counts]
+    return [(size, cache_of(of, ranks, element_bytes)) for size, of in zip(derived, counts, strict=True)]
 
 
 @lru_cache(maxsize=1024)

@@ -6,17 +6,19 @@ to FAMILIES. docs/families.md describes what a new kind of layer needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megagrpo.errors import ModelError, Problem
-from megagrpo.weights.families import deepseek_v3, llama_like
-from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.families.parts.part import Tensor
+from megagrpo.weights.families import deepseek_like, fused, gemma, glm4, gpt_oss, llama_like, minimax, olmo, qwen_next
+from megagrpo.weights.families.architecture import Architecture, Layer
+from megagrpo.weights.families.parts.part import LayerTensors, Tensor
 from megagrpo.weights.families.reading import read_json
+
+if TYPE_CHECKING:
+    from megagrpo.weights.sides.assembly import ManifestBuilder
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class SglangClass:
     least_experts: Literal["one", "tensor", "tensor / expert"] = "one"
     """The parallel sizes that give the least number of experts."""
     refuses: Callable[[Architecture], Iterable[Problem]] = lambda arch: ()
-    """The config values that the class ignores."""
+    """Reasons why the class does not serve a model, such as config values that it ignores."""
 
 
 @dataclass(frozen=True)
@@ -42,29 +44,86 @@ class Family:
     architecture_of: Callable[[Mapping[str, Any]], Architecture]
     renamed: tuple[tuple[str, str], ...] = ()
     """Parts of the names of Architecture.tensors that are others in published files, on all sides."""
+    in_transformers: tuple[tuple[str, str], ...] = ()
+    """Parts of names in published files that are others in a model that transformers has loaded."""
+    fuse: Callable[[ManifestBuilder, Layer, LayerTensors], None] = lambda *_: None
+    """Adds the tensors of a layer's files that hold several of its tensors (sides/assembly.py)."""
+    stacks: bool = False
+    """`fuse` adds all experts of a layer, and transformers loads them so."""
+    mxfp4: bool = False
+    """Published files have stacked experts in MXFP4: their last axis but one in blocks (files/mxfp4.py)."""
     sglang: SglangClass = SglangClass()
 
 
+def _never_compared(arch: Architecture) -> Iterator[Problem]:
+    yield Problem(
+        f"{arch.family} on SGLang",
+        "a family whose parameters were never compared with those of SGLang's class",
+        "a family that docs/families.md lists with SGLang",
+        "rollout.engine: transformers",
+    )
+
+
+DEEPSEEK = SglangClass(
+    attention_groups=True,
+    attentions=("attn_mqa", "attn_mha"),
+    least_experts="tensor",
+    refuses=deepseek_like.ignored_by_sglang,
+)
+UNCOMPARED = SglangClass(refuses=_never_compared)
 FAMILIES: dict[str, Family] = {
-    "deepseek_v3": Family(
-        deepseek_v3.architecture_of,
-        sglang=SglangClass(attention_groups=True, attentions=("attn_mqa", "attn_mha"), least_experts="tensor"),
+    "arcee": Family(llama_like.arcee, sglang=UNCOMPARED),
+    "deepseek_v3": Family(deepseek_like.deepseek_v3, sglang=DEEPSEEK),
+    "dots1": Family(deepseek_like.dots1, sglang=UNCOMPARED),
+    "ernie4_5": Family(llama_like.ernie4_5, sglang=UNCOMPARED),
+    "exaone4": Family(olmo.exaone4, olmo.NAMES, sglang=UNCOMPARED),
+    "gemma2": Family(gemma.gemma2, gemma.NAMES, sglang=UNCOMPARED),
+    "gemma3_text": Family(gemma.gemma3, gemma.NAMES, sglang=UNCOMPARED),
+    "glm4": Family(glm4.glm4, glm4.NAMES, fuse=fused.gate_and_up, sglang=UNCOMPARED),
+    "glm4_moe": Family(deepseek_like.glm4_moe, sglang=UNCOMPARED),
+    "glm4_moe_lite": Family(deepseek_like.glm4_moe_lite, sglang=UNCOMPARED),
+    "gpt_oss": Family(
+        gpt_oss.gpt_oss,
+        gpt_oss.NAMES,
+        fuse=gpt_oss.alternating_and_transposed,
+        stacks=True,
+        mxfp4=True,
+        sglang=UNCOMPARED,
     ),
+    "granite": Family(llama_like.granite, sglang=UNCOMPARED),
+    "kimi_k2": Family(deepseek_like.deepseek_v3, sglang=UNCOMPARED),
     "llama": Family(llama_like.llama, sglang=SglangClass(head_on_every_stage=True)),
-    "mistral": Family(llama_like.mistral, sglang=SglangClass(head_on_every_stage=True)),
+    "minimax_m2": Family(
+        minimax.minimax_m2, minimax.NAMES, in_transformers=((".block_sparse_moe.", ".mlp."),), sglang=UNCOMPARED
+    ),
+    "ministral3": Family(llama_like.ministral3, sglang=UNCOMPARED),
+    "mistral": Family(
+        llama_like.mistral,
+        sglang=SglangClass(head_on_every_stage=True, refuses=llama_like.ignored_by_sglangs_mistral),
+    ),
     "mixtral": Family(
         llama_like.mixtral,
         llama_like.MIXTRAL_NAMES,
-        SglangClass(head_on_every_stage=True, refuses=llama_like.ignored_by_sglangs_mixtral),
+        in_transformers=((".block_sparse_moe.", ".mlp."),),
+        sglang=SglangClass(head_on_every_stage=True, refuses=llama_like.ignored_by_sglangs_mixtral),
     ),
+    "olmo2": Family(olmo.olmo2, olmo.NAMES, sglang=UNCOMPARED),
+    "olmo3": Family(olmo.olmo3, olmo.NAMES, sglang=UNCOMPARED),
+    "phi3": Family(llama_like.phi3, fuse=fused.everything, sglang=UNCOMPARED),
     "qwen2": Family(llama_like.qwen2),
+    "qwen2_moe": Family(llama_like.qwen2_moe, llama_like.QWEN2_MOE_NAMES, sglang=UNCOMPARED),
     "qwen3": Family(llama_like.qwen3, sglang=SglangClass(attention_groups=True, attentions=())),
+    "qwen3_5_moe_text": Family(qwen_next.qwen3_5_moe, qwen_next.NAMES, fuse=qwen_next.fused_whole, sglang=UNCOMPARED),
+    "qwen3_5_text": Family(qwen_next.qwen3_5, fuse=qwen_next.fused_whole, sglang=UNCOMPARED),
     "qwen3_moe": Family(
         llama_like.qwen3_moe,
         sglang=SglangClass(
             attention_groups=True, head_on_every_stage=True, attentions=(), least_experts="tensor / expert"
         ),
     ),
+    "qwen3_next": Family(qwen_next.qwen3_next, qwen_next.NAMES, fuse=qwen_next.fused_by_head, sglang=UNCOMPARED),
+    "seed_oss": Family(llama_like.seed_oss, sglang=UNCOMPARED),
+    "smollm3": Family(llama_like.smollm3, sglang=UNCOMPARED),
 }
 """By model_type in config.json."""
 
@@ -80,13 +139,17 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
 
 def tensors_of(arch: Architecture) -> tuple[Tensor, ...]:
     """Returns all tensors of the model: names as in published files, shapes [out, in] or [n], and roles."""
-    renamed = FAMILIES[arch.family].renamed
-    if not renamed:
+    pairs = FAMILIES[arch.family].renamed
+    if not pairs:
         return arch.tensors()
-    return tuple(
-        replace(tensor, name=reduce(lambda name, pair: name.replace(*pair), renamed, tensor.name))
-        for tensor in arch.tensors()
-    )
+    return tuple(replace(tensor, name=renamed(tensor.name, pairs)) for tensor in arch.tensors())
+
+
+def renamed(name: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """Returns the name with the first of each pair replaced by the second, one pair after another."""
+    for pair in pairs:
+        name = name.replace(*pair)
+    return name
 
 
 def read_architecture(directory: str | Path) -> Architecture:

@@ -9,9 +9,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megagrpo.weights.families.parts.attention import Attention, Rope
+from megagrpo.weights.families.parts.delta_net import DeltaNet
 from megagrpo.weights.families.parts.experts import Experts
-from megagrpo.weights.families.parts.latent_attention import LatentAttention
+from megagrpo.weights.families.parts.latent_attention import NORM_EPSILON, LatentAttention
 from megagrpo.weights.families.parts.mlp import Mlp
+from megagrpo.weights.families.parts.norms import Norms
 from megagrpo.weights.families.parts.part import Divided, LayerTensors, LayerWork, Tensor
 
 if TYPE_CHECKING:
@@ -21,17 +23,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer: a norm, a part that mixes tokens, another norm, and a part that works on each token."""
+    """A layer: a part that mixes tokens, a part that works on each token, and norms around them."""
 
-    attention: Attention | LatentAttention
+    attention: Attention | LatentAttention | DeltaNet
     mlp: Mlp | Experts
+    norms: Norms
 
     def tensors(self, index: int) -> Iterator[Tensor]:
-        prefix, shape = f"model.layers.{index}.", (self.attention.hidden,)
-        yield Tensor(prefix + "input_layernorm.weight", shape, "input_norm", index)
-        yield from self.attention.tensors(prefix, index)
-        yield Tensor(prefix + "post_attention_layernorm.weight", shape, "post_attention_norm", index)
-        yield from self.mlp.tensors(prefix, index)
+        prefix = f"model.layers.{index}."
+        for part, around in ((self.attention, self.norms.around_attention), (self.mlp, self.norms.around_mlp)):
+            before, after = around(prefix, index)
+            yield from before
+            yield from part.tensors(prefix, index)
+            yield from after
 
     def on_megatron(self, rank: LayerOnRank, of: LayerTensors) -> None:
         norms, holds = ("input_layernorm", "pre_mlp_layernorm"), (self.attention.holds_norm, self.mlp.holds_norm)
@@ -39,15 +43,20 @@ class Layer:
             f"{holder}.layer_norm_weight" if rank.fused and holder else f"{norm}.weight"
             for norm, holder in zip(norms, holds, strict=True)
         )
-        rank.whole(first, of.roles["input_norm"])
+        if self.norms.inputs:
+            rank.whole(first, of.roles["input_norm"])
         self.attention.on_megatron(rank, of)
-        rank.whole(second, of.roles["post_attention_norm"])
+        if self.norms.inputs:
+            rank.whole(second, of.roles["post_attention_norm"])
         self.mlp.on_megatron(rank, of)
+        if self.norms.outputs:
+            rank.whole("self_attn_bda.norm.weight", of.roles["attention_output_norm"])
+            rank.whole("mlp_bda.norm.weight", of.roles["mlp_output_norm"])
 
     def on_sglang(self, rank: LayerOnEngine, of: LayerTensors) -> None:
-        for role in ("input_norm", "post_attention_norm", "q_norm", "k_norm", "q_down_norm", "kv_down_norm"):
-            if role in of.roles:
-                rank.whole(of.roles[role])
+        for role, tensor in of.roles.items():
+            if role.endswith("norm"):
+                rank.whole(tensor)
         self.attention.on_sglang(rank, of)
         self.mlp.on_sglang(rank, of)
 
@@ -79,6 +88,14 @@ class Architecture:
     norm_epsilon: float
     tied_embeddings: bool
     layers: tuple[Layer, ...]
+    embedding_scale: float = 1.0
+    """The factor of the embedding's output, rounded to the model's dtype first."""
+    logit_scale: float = 1.0
+    """The factor of the logits."""
+    logit_cap: float | None = None
+    """The bound of scaled logits x, which become cap tanh(x / cap)."""
+    zero_centred_norms: bool = False
+    """Norms multiply by 1 + weight."""
     value_head: bool = False
     """A critic: its head gives one number for each token, in place of logits over the vocabulary."""
 
@@ -120,8 +137,21 @@ class Architecture:
 
     @property
     def rope(self) -> Rope:
-        """Returns the rotary embedding of the first layer."""
-        return self.layers[0].attention.rope
+        """Returns the rotary embedding of the first layer that has one."""
+        return next(kind.attention.rope for kind in self.kinds if kind.attention.rope is not None)
+
+    @property
+    def only_local(self) -> str | None:
+        """Returns what Transformer Engine's layers do not have of the model; None if they have all. They have one
+        rotary embedding and one epsilon."""
+        for kind in self.kinds:
+            if lacking := kind.attention.only_local or kind.mlp.only_local or kind.norms.only_local:
+                return lacking
+            if isinstance(kind.attention, LatentAttention) and self.norm_epsilon != NORM_EPSILON:
+                return "norms of latents with an epsilon of their own"
+        if len({kind.attention.rope for kind in self.kinds}) > 1:
+            return "rotary embeddings that differ between layers"
+        return "zero-centred norms" if self.zero_centred_norms else None
 
     @property
     def query_groups(self) -> int:

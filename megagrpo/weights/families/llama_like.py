@@ -7,17 +7,18 @@ under the names of published checkpoints. This module uses the published names.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from megagrpo.errors import Problem
-from megagrpo.weights.families.architecture import Architecture, Layer
-from megagrpo.weights.families.parts.attention import Attention
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.parts.attention import Attention, Temperature
 from megagrpo.weights.families.reading import ConfigReader
 
 
-def _alike(read: ConfigReader, *, bias: bool = False, norm: bool = False) -> Architecture:
+def _alike(read: ConfigReader, *, bias: bool = False, norm: Literal["head"] | None = None) -> Architecture:
     """Returns a model whose layers are all alike, with MLPs."""
-    return read.model([Layer(read.attention(bias=bias, norm=norm), read.mlp())] * read.layers)
+    return read.model([read.layer(read.attention(bias=bias, norm=norm), read.mlp())] * read.layers)
 
 
 def llama(config: Mapping[str, Any]) -> Architecture:
@@ -28,38 +29,40 @@ def llama(config: Mapping[str, Any]) -> Architecture:
 
 
 def mistral(config: Mapping[str, Any]) -> Architecture:
-    """Reads Mistral (`MistralForCausalLM`): llama, with sliding windows (refused) unless sliding_window is null."""
+    """Reads Mistral (`MistralForCausalLM`): llama, with windows unless sliding_window is null."""
     read = ConfigReader(config, num_key_value_heads=8, sliding_window=4096)
-    if read.config.get("sliding_window") is not None:
-        given = config.get("sliding_window", "absent, which means 4096")
-        read.refuse("sliding_window", given, "null: sliding windows are not supported")
-    return _alike(read)
+    return read.model([read.layer(_with_window(read, read.attention()), read.mlp())] * read.layers)
 
 
 def qwen2(config: Mapping[str, Any]) -> Architecture:
     """Reads Qwen2 and Qwen2.5 (`Qwen2ForCausalLM`): biases on q, k and v. The small models tie their embeddings."""
-    return _alike(ConfigReader(config, num_key_value_heads=32), bias=True)
+    return _alike(ConfigReader(config, num_key_value_heads=32, use_sliding_window=False), bias=True)
 
 
 def qwen3(config: Mapping[str, Any]) -> Architecture:
     """Reads Qwen3 (`Qwen3ForCausalLM`): RMSNorm on each query and key head, a head_dim of its own, no biases."""
-    read = ConfigReader(config, num_key_value_heads=32, head_dim=128)
+    read = ConfigReader(config, num_key_value_heads=32, head_dim=128, use_sliding_window=False)
     read.refuse_if_set("attention_bias")
-    return _alike(read, norm=True)
+    return _alike(read, norm="head")
 
 
 def qwen3_moe(config: Mapping[str, Any]) -> Architecture:
-    """Reads Qwen3 (`Qwen3MoeForCausalLM`): the dense model's attention, with experts in place of every MLP."""
-    read = ConfigReader(config, num_key_value_heads=4)
+    """Reads Qwen3 (`Qwen3MoeForCausalLM`): the dense model's attention, with experts in place of most MLPs."""
+    read = ConfigReader(config, num_key_value_heads=4, use_sliding_window=False)
     read.refuse_if_set("attention_bias")
-    every_layer = "experts in every layer: mixed dense and sparse layers are not supported"
-    if layers := read.config.get("mlp_only_layers"):
-        read.refuse("mlp_only_layers", layers, every_layer)
-    if (step := read.config.get("decoder_sparse_step", 1)) != 1:
-        read.refuse("decoder_sparse_step", step, every_layer)
-    read.integer("intermediate_size")
     experts = read.experts(ffn="moe_intermediate_size", normalize_top_k=read.flag("norm_topk_prob"))
-    return read.model([Layer(read.attention(norm=True), experts)] * read.layers)
+    attention = read.attention(norm="head")
+    return read.model([read.layer(attention, mlp) for mlp in read.some_sparse(experts)])
+
+
+def qwen2_moe(config: Mapping[str, Any]) -> Architecture:
+    """Reads Qwen2 and Qwen1.5 (`Qwen2MoeForCausalLM`): biases on q, k and v, and a weighted shared expert."""
+    read = ConfigReader(config, num_key_value_heads=16, use_sliding_window=False)
+    normalize = read.flag("norm_topk_prob")
+    experts = read.experts("num_experts", ffn="moe_intermediate_size", normalize_top_k=normalize)
+    experts = replace(experts, shared_ffn=read.integer("shared_expert_intermediate_size"), shared_weight=True)
+    attention = read.attention(bias=read.flag("qkv_bias", default=True))
+    return read.model([read.layer(attention, mlp) for mlp in read.some_sparse(experts)])
 
 
 def mixtral(config: Mapping[str, Any]) -> Architecture:
@@ -67,7 +70,7 @@ def mixtral(config: Mapping[str, Any]) -> Architecture:
     read = ConfigReader(config, default_theta=1e6, num_key_value_heads=8, rms_norm_eps=1e-5)
     read.refuse_if_set("sliding_window", "router_jitter_noise")
     experts = read.experts(ffn="intermediate_size", normalize_top_k=True)
-    return read.model([Layer(read.attention(), experts)] * read.layers)
+    return read.model([read.layer(read.attention(), experts)] * read.layers)
 
 
 MIXTRAL_NAMES = (
@@ -75,14 +78,114 @@ MIXTRAL_NAMES = (
 )  # fmt: skip
 
 
+QWEN2_MOE_NAMES = ((".shared_experts.", ".shared_expert."),)
+
+
+def ignored_by_sglangs_mistral(arch: Architecture) -> Iterator[Problem]:
+    """Yields a problem for a window, which SGLang's class ignores."""
+    if any(isinstance(kind.attention, Attention) and kind.attention.window for kind in arch.kinds):
+        fix = "rollout.engine: transformers"
+        yield Problem(f"{arch.family} on SGLang: sliding_window", "a window", "null: SGLang ignores windows here", fix)
+
+
 def ignored_by_sglangs_mixtral(arch: Architecture) -> Iterator[Problem]:
     """Yields a problem for each config value that SGLang's class ignores."""
     rules = [("tied embeddings", arch.tied_embeddings, "embeddings that are not tied")]
     for attention in {layer.attention for layer in arch.kinds}:
         if isinstance(attention, Attention):
-            scaled, other = attention.rope.factor is not None, attention.queries != arch.hidden
+            scaled, other = (
+                attention.rope is not None and attention.rope.factor is not None,
+                attention.queries != arch.hidden,
+            )
             rules.append(("scaled rotary embedding", scaled, "a rotary embedding without scaling"))
             rules.append(("head_dim", other, "hidden_size / num_attention_heads"))
     for what, wrong, needed in rules:
         if wrong:
             yield Problem(f"{arch.family} on SGLang: {what}", "", needed)
+
+
+def seed_oss(config: Mapping[str, Any]) -> Architecture:
+    """Reads Seed-OSS (`SeedOssForCausalLM`): biases on q, k and v, and a head_dim of its own."""
+    read = ConfigReader(config, num_key_value_heads=8, head_dim=128)
+    read.refuse_if_set("attention_out_bias", "mlp_bias")
+    return _alike(read, bias=read.flag("attention_bias", default=True))
+
+
+def arcee(config: Mapping[str, Any]) -> Architecture:
+    """Reads Arcee (`ArceeForCausalLM`): llama with MLPs without a gate, and relu^2."""
+    read = ConfigReader(config, rms_norm_eps=1e-5)
+    read.refuse_if_set("attention_bias", "mlp_bias")
+    return read.model([read.layer(read.attention(), read.mlp("relu2"))] * read.layers)
+
+
+def smollm3(config: Mapping[str, Any]) -> Architecture:
+    """Reads SmolLM3 (`SmolLM3ForCausalLM`): llama, with every fourth layer without a rotary embedding."""
+    read = ConfigReader(config, 2e6, num_key_value_heads=4, tie_word_embeddings=True)
+    read.refuse_if_set("attention_bias", "mlp_bias", "use_sliding_window")
+    step, rotated = read.integer("no_rope_layer_interval", default=4), read.config.get("no_rope_layers")
+    if rotated is None:
+        rotated = [int((layer + 1) % step != 0) for layer in range(read.layers)]
+    if not isinstance(rotated, list) or len(rotated) != read.layers or any(its not in (0, 1) for its in rotated):
+        needed = f"a list of num_hidden_layers = {read.layers} of 0 (no rotary embedding) and 1"
+        read.refuse("no_rope_layers", rotated, needed)
+        rotated = [1] * read.layers
+    attention, mlp = read.attention(), read.mlp()
+    return read.model([read.layer(attention if its else replace(attention, rope=None), mlp) for its in rotated])
+
+
+def granite(config: Mapping[str, Any]) -> Architecture:
+    """Reads Granite 3 (`GraniteForCausalLM`): llama, with four factors."""
+    read = ConfigReader(config)
+    read.refuse_if_set("attention_bias", "mlp_bias")
+    numbers = [read.number(f"{name}", read.config.get(name, 1.0)) for name in GRANITES_FACTORS]
+    embedding, logits, added, scores = numbers
+    layer = read.layer(read.attention(scale=scores), read.mlp(), factor=added)
+    return replace(read.model([layer] * read.layers), embedding_scale=embedding, logit_scale=1 / logits)
+
+
+GRANITES_FACTORS = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
+
+
+def ernie4_5(config: Mapping[str, Any]) -> Architecture:
+    """Reads ERNIE 4.5 (`Ernie4_5ForCausalLM`): llama with neighbouring elements rotated together."""
+    read = ConfigReader(config, 5e5, num_key_value_heads=2, head_dim=128, rms_norm_eps=1e-5, tie_word_embeddings=True)
+    read.refuse_if_set("use_bias")
+    layer = read.layer(read.attention(rope=read.rope(pairs=True)), read.mlp())
+    return read.model([layer] * read.layers)
+
+
+def ministral3(config: Mapping[str, Any]) -> Architecture:
+    """Reads Ministral 3 (`Ministral3ForCausalLM`): mistral, with yarn and queries that grow with the position."""
+    read = ConfigReader(config, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5)
+    parameters = read.config.get("rope_scaling") or read.config.get("rope_parameters") or MINISTRALS_ROPE
+    temperature = None
+    if isinstance(parameters, Mapping) and (beta := parameters.get("llama_4_scaling_beta")):
+        positions = parameters.get("original_max_position_embeddings")
+        temperature = Temperature(
+            read.number("llama_4_scaling_beta", beta), int(read.number("original_max_position_embeddings", positions))
+        )
+    full = read.attention(
+        rope=read.rope("yarn", others=MINISTRALS_KEYS, absent=MINISTRALS_ROPE), temperature=temperature
+    )
+    layer = read.layer(_with_window(read, full), read.mlp())
+    return read.model([layer] * read.layers)
+
+
+def phi3(config: Mapping[str, Any]) -> Architecture:
+    """Reads Phi-3 and Phi-4 (`Phi3ForCausalLM`): llama with fused projections, and longrope."""
+    read = ConfigReader(config, rms_norm_eps=1e-5, original_max_position_embeddings=4096)
+    attention = _with_window(read, read.attention(rope=read.rope("longrope")))
+    return read.model([read.layer(attention, read.mlp())] * read.layers)
+
+
+MINISTRALS_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+MINISTRALS_KEYS = ("llama_4_scaling_beta", "max_position_embeddings")
+
+
+def _with_window(read: ConfigReader, attention: Attention) -> Attention:
+    """Returns attention with the window of config.json, which all layers have; null means none."""
+    window = read.config.get("sliding_window")
+    return attention if window is None else replace(attention, window=read.integer("sliding_window"))

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from megagrpo.errors import ModelError, Problem, brief, first_line, pointer_problem
 from megagrpo.weights.families.architecture import Architecture, Layer
-from megagrpo.weights.families.parts.attention import Attention, Rope, Yarn
+from megagrpo.weights.families.parts.attention import Attention, LongRope, Rope, Yarn
+from megagrpo.weights.families.parts.delta_net import DeltaNet
 from megagrpo.weights.families.parts.experts import Experts
-from megagrpo.weights.families.parts.mlp import Mlp
+from megagrpo.weights.families.parts.latent_attention import LatentAttention
+from megagrpo.weights.families.parts.mlp import Activation, Mlp
+from megagrpo.weights.families.parts.norms import Norms
 
+NAMES_OF_KINDS = ("full_attention", "sliding_attention")
+T = TypeVar("T")
+NAMES_OF_ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
+    "silu": ("silu", "swish"),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
+    "relu2": ("relu2",),
+}
+"""Names in transformers of the activations of MLPs."""
 DTYPES = (None, "auto", "float32", "bfloat16", "float16", "float64")
 LAYERS_MAX, EXPERTS_MAX, NUMBER_MAX = 4096, 4096, 1e15
 HARMLESS = re.compile(
@@ -22,7 +34,7 @@ HARMLESS = re.compile(
     r"|(bos|eos|pad|unk|sep|mask|decoder_start|forced_bos|forced_eos)_token(_ids?)?"
     r"|(torch_)?dtype|use_bfloat16|torchscript|(.*_)?attn_implementation|use_flash_attn|.*initializer_(range|factor)"
     r"|.*_(dropout|pdrop)|use_cache|output_.*|return_dict.*|is_(decoder|encoder_decoder)|add_cross_attention|pruned_heads"
-    r"|chunk_size_feed_forward|pretraining_tp|ep_size|(router_)?aux_loss_(coef|alpha)|seq_aux|num_nextn_predict_layers"
+    r"|chunk_size_feed_forward|mtp_.*|pretraining_tp|ep_size|(router_)?aux_loss_(coef|alpha)|seq_aux|num_nextn_predict_layers"
     r"|id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params|prefix|tie_encoder_decoder"
     r"|do_sample|temperature|top_[kp]|(max|min)_(new_)?(length|tokens)|num_beams|.*_penalty|num_return_sequences"
 )
@@ -61,7 +73,7 @@ def refuse_pointer(path: Path, start: bytes) -> None:
 ROPE_KEYS = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor",
-    "truncate",
+    "truncate", "short_factor", "long_factor",
 }  # fmt: skip
 
 
@@ -88,6 +100,8 @@ class ConfigReader:
         self.default_theta = default_theta
         self.family = str(config.get("model_type"))
         self.problems: list[Problem] = []
+        self.mxfp4 = False
+        """The family has files with experts in MXFP4."""
 
     def refuse(self, feature: str, given: object, needed: str) -> None:
         self.problems.append(Problem(f"config.json: {feature} ({self.family})", brief(given), needed))
@@ -98,9 +112,11 @@ class ConfigReader:
                 self.refuse(flag, self.config[flag], "not supported: must be absent or false")
 
     def integer(self, *names: str, default: int | None = None, most: int = 2**31) -> int:
-        """Returns the value of the first of these keys that is present and not null. Refuses it outside 1 .. `most`."""
-        given = [self.config.get(name) for name in names]
-        value = next((value for value in given if value is not None), default)
+        """Returns the value of those of these keys that are present and not null. Refuses it outside 1 .. `most`."""
+        given = [value for value in map(self.config.get, names) if value is not None]
+        if any(value != given[0] for value in given):
+            self.refuse(" and ".join(names), given, "one of them alone, or the same in both")
+        value = given[0] if given else default
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             self.refuse(" or ".join(names), value, f"a whole number from 1 to {most}")
             return 1
@@ -112,56 +128,90 @@ class ConfigReader:
             return 1.0
         return float(value)
 
+    def optional(self, name: str, default: float | None = None) -> float | None:
+        """Returns a number above 0, or None for a null."""
+        value = self.config.get(name, default)
+        return None if value is None else self.number(name, value)
+
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.config.get(name, default)
         if not isinstance(value, bool):
             self.refuse(name, value, "true or false")
         return value is True
 
-    def rope(self, scaling: Literal["llama3", "yarn"] = "llama3") -> Rope:
+    def rope(
+        self,
+        *scalings: str,
+        kind: str = "",
+        theta: float | None = None,
+        others: Collection[str] = (),
+        absent: Mapping[str, Any] | None = None,
+        **usual: Any,
+    ) -> Rope:
         """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
 
         If both are present, transformers 5 reads the second set and other readers the first, so both must be equal.
-        `scaling` is the kind of scaling that the family supports.
+        `scalings` are the kinds of scaling that the family supports, llama3 by default. `kind` is that of the layers,
+        in families with a set for each. `theta` and `usual` are the values, fields of Rope, of absent keys. `others`
+        are keys that the family reads itself. `absent` is the set of a config without one.
         """
-        sets = {key: self.config[key] for key in ("rope_parameters", "rope_scaling") if self.config.get(key)}
-        ropes = [self._rope(key, given, scaling) for key, given in sets.items()] or [self._rope("", {}, scaling)]
+        given = {key: self.config[key] for key in ("rope_parameters", "rope_scaling") if self.config.get(key)}
+        sets = {key: value for key, value in given.items() if kind != "sliding_attention" or key == "rope_parameters"}
+        known = ROPE_KEYS.union(others) - ({"truncate"} if kind else set())  # transformers ignores it in sets by kind
+        if kind:  # old configs have one set, of the layers with full attention
+            sets = {
+                f"{key}.{kind}": value.get(kind) if isinstance(value, Mapping) and kind in value else value
+                for key, value in sets.items()
+            }
+        start = Rope(self.default_theta if theta is None else theta, **usual)
+        ropes = [
+            self._rope(key, its or {}, scalings or ("llama3",), start, known)
+            for key, its in (sets or {"rope_parameters": absent}).items()
+        ]
         if ropes[-1] != ropes[0]:
             needed = "one of them alone, or the same in both: programs that read it differ in which they take"
             self.refuse(" and ".join(sets), sets, needed)
         return ropes[-1]
 
-    def _rope(self, key: str, parameters: object, scaling: str) -> Rope:
+    def _rope(self, key: str, parameters: object, scalings: Sequence[str], start: Rope, known: Collection[str]) -> Rope:
         if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
             self.refuse(key, parameters, "one set of rotary parameters for all layers")
             return Rope(1.0)
-        for name in parameters.keys() - ROPE_KEYS:
+        for name in parameters.keys() - known:
             if parameters[name] is not None:
-                self.refuse(f"{key}.{name}", parameters[name], f"only {', '.join(sorted(ROPE_KEYS))}")
+                self.refuse(f"{key}.{name}", parameters[name], f"only {', '.join(sorted(known))}")
         original = "original_max_position_embeddings"
         for name in (original, "rope_theta"):
             inside, outside = parameters.get(name), self.config.get(name)
             if None not in (inside, outside) and inside != outside:
                 self.refuse(f"{key}.{name} and {name}", [inside, outside], "the same in both places")
-        theta = parameters.get("rope_theta", self.config.get("rope_theta", self.default_theta))
-        theta = self.number("rope_theta", theta)
-        for part in (parameters.get("partial_rotary_factor", 1.0), self.config.get("partial_rotary_factor", 1.0)):
-            if part != 1.0:
-                self.refuse("partial_rotary_factor", part, "1.0 (all of head_dim is rotated)")
-        kind = parameters.get("rope_type", parameters.get("type", "default"))
-        if kind != parameters.get("type", kind):
-            self.refuse(f"{key}.rope_type and {key}.type", [kind, parameters["type"]], "the same in both")
-        if kind == "default":
-            return Rope(theta)
-        if kind != scaling:
-            self.refuse(f"{key}.rope_type", kind, f"default or {scaling}")
-            return Rope(theta)
-        factor = self.number(f"{key}.factor", parameters.get("factor"))
+        theta = self.number("rope_theta", parameters.get("rope_theta", self.config.get("rope_theta", start.theta)))
+        partial = "partial_rotary_factor"
+        part = self.number(partial, parameters.get(partial, self.config.get(partial, start.part)))
+        if (start.part == 1.0 != part and "longrope" not in scalings) or part > 1:
+            self.refuse(partial, part, "1.0 (all of head_dim is rotated)")
+        rope = replace(start, theta=theta, part=part)
+        scaling = parameters.get("rope_type", parameters.get("type", "default"))
+        if scaling != parameters.get("type", scaling):
+            self.refuse(f"{key}.rope_type and {key}.type", [scaling, parameters["type"]], "the same in both")
+        if scaling == "default":
+            return rope
+        if scaling not in scalings:
+            self.refuse(f"{key}.rope_type", scaling, f"default or {' or '.join(scalings)}")
+            return rope
+        if scaling == "linear":
+            return replace(rope, linear=self.number(f"{key}.factor", parameters.get("factor")))
         positions = int(self.number(f"{key}.{original}", parameters.get(original, self.config.get(original))))
-        if kind == "yarn":
-            return Rope(theta, yarn=self._yarn(key, parameters, factor, positions))
-        return Rope(
-            theta,
+        if positions < 1:
+            self.refuse(f"{key}.{original}", parameters.get(original), "a number of tokens")
+            return rope
+        if scaling == "longrope":
+            return replace(rope, long=self._long(key, parameters, positions))
+        factor = self.number(f"{key}.factor", parameters.get("factor"))
+        if scaling == "yarn":
+            return replace(rope, yarn=self._yarn(key, parameters, factor, positions))
+        return replace(
+            rope,
             factor=factor,
             low_freq_factor=self.number(f"{key}.low_freq_factor", parameters.get("low_freq_factor")),
             high_freq_factor=self.number(f"{key}.high_freq_factor", parameters.get("high_freq_factor")),
@@ -169,20 +219,35 @@ class ConfigReader:
         )
 
     def _yarn(self, key: str, parameters: Mapping[str, Any], factor: float, positions: int) -> Yarn:
-        if parameters.get("attention_factor") is not None:
-            self.refuse(f"{key}.attention_factor", parameters["attention_factor"], "absent: it follows from mscale")
-        if not parameters.get("truncate", True):
-            self.refuse(f"{key}.truncate", False, "true: the range of corrected dimensions in whole numbers")
         fast = self.number(f"{key}.beta_fast", parameters.get("beta_fast") or 32)
         slow = self.number(f"{key}.beta_slow", parameters.get("beta_slow") or 1)
+        if not isinstance(truncate := parameters.get("truncate", True), bool):
+            self.refuse(f"{key}.truncate", truncate, "true or false")
+        magnitude = parameters.get("attention_factor")
+        if magnitude is not None:
+            magnitude = self.number(f"{key}.attention_factor", magnitude)
         magnitudes = [parameters.get("mscale"), parameters.get("mscale_all_dim")]
         if not any(magnitudes):
-            return Yarn(factor, positions, fast, slow)
+            return Yarn(factor, positions, fast, slow, magnitude=magnitude, truncate=truncate)
         mscale, all_dim = (
             self.number(f"{key}.{name}", value)
             for name, value in zip(("mscale", "mscale_all_dim"), magnitudes, strict=True)
         )
-        return Yarn(factor, positions, fast, slow, mscale, all_dim)
+        return Yarn(factor, positions, fast, slow, mscale, all_dim, magnitude, truncate)
+
+    def _long(self, key: str, parameters: Mapping[str, Any], positions: int) -> LongRope:
+        if parameters.get("attention_factor") is not None:
+            self.refuse(f"{key}.attention_factor", parameters["attention_factor"], "absent: it follows from factor")
+        longest = self.integer("max_position_embeddings")
+        factor = self.number(f"{key}.factor", parameters.get("factor") or longest / positions)
+        sets = []
+        for name in ("short_factor", "long_factor"):
+            given = parameters.get(name)
+            if not isinstance(given, list) or not all(isinstance(its, int | float) and its > 0 for its in given):
+                self.refuse(f"{key}.{name}", given, "a list of numbers above 0")
+                given = []
+            sets.append(tuple(map(float, given)))
+        return LongRope(factor, positions, *sets)
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
@@ -194,8 +259,11 @@ class ConfigReader:
     def layers(self) -> int:
         return self.integer("num_hidden_layers", most=LAYERS_MAX)
 
-    def attention(self, *, bias: bool = False, norm: bool = False) -> Attention:
-        """Reads attention by query groups."""
+    def layer(self, attention: Attention | LatentAttention | DeltaNet, mlp: Mlp | Experts, **norms: Any) -> Layer:
+        return Layer(attention, mlp, Norms(self.hidden, **norms))
+
+    def attention(self, *, rope: Rope | Literal["read"] | None = "read", **options: Any) -> Attention:
+        """Reads attention by query groups, and by default its rotary embedding. `options` are other fields."""
         hidden, heads = self.hidden, self.integer("num_attention_heads")
         groups = self.integer("num_key_value_heads", default=heads)
         if heads % groups:
@@ -203,18 +271,58 @@ class ConfigReader:
         head_dim = self.integer("head_dim", default=hidden // heads)
         if self.config.get("head_dim") is None and hidden % heads:
             self.refuse("head_dim", None, f"hidden_size = {hidden} does not divide by num_attention_heads = {heads}")
-        return Attention(hidden, heads, groups, head_dim, self.rope(), bias, norm)
+        return Attention(hidden, heads, groups, head_dim, self.rope() if rope == "read" else rope, **options)
 
-    def mlp(self) -> Mlp:
-        return Mlp(self.hidden, self.integer("intermediate_size"))
+    def mlp(self, activation: Activation = "silu", key: str = "hidden_act") -> Mlp:
+        """Reads an MLP. `key` is that of its activation in config.json, which must be `activation`."""
+        names = NAMES_OF_ACTIVATIONS[activation]
+        if (given := self.config.get(key, names[0])) not in names:
+            self.refuse(key, given, " or ".join(names))
+        return Mlp(self.hidden, self.integer("intermediate_size"), activation)
 
-    def experts(self, *, ffn: str, normalize_top_k: bool) -> Experts:
-        """Reads experts with softmax scores. `ffn` is the key of the size of one."""
-        count = self.integer("num_local_experts", "num_experts", most=EXPERTS_MAX)
+    def by_kind(self, key: str, kinds: Mapping[str, T], usual: Callable[[int], str]) -> list[T]:
+        """Reads the list `key` of every layer's kind. `usual` gives a layer's kind where the config has no list."""
+        names = self.config.get(key)
+        if names is None:
+            names = [usual(layer) for layer in range(self.layers)]
+        if not isinstance(names, list) or len(names) != self.layers or any(name not in kinds for name in names):
+            self.refuse(key, names, f"a list of num_hidden_layers = {self.layers} of {', '.join(kinds)}")
+            return [next(iter(kinds.values()))] * self.layers
+        return [kinds[name] for name in names]
+
+    def windowed(
+        self, full: Attention, usual: Callable[[int], bool], local: Attention | None = None
+    ) -> list[Attention]:
+        """Reads every layer's attention, `full` or with a window; `usual` says which has one where no list does.
+        `local` differs from `full` in more than the window."""
+        window = self.config.get("sliding_window")
+        local = replace(local or full, window=1 if window is None else self.integer("sliding_window"))
+        kinds = {"full_attention": full, "sliding_attention": local}
+        attentions = self.by_kind("layer_types", kinds, lambda layer: NAMES_OF_KINDS[usual(layer)])
+        if window is None and local in attentions:
+            self.refuse("sliding_window", None, "a number of tokens, for the layers of layer_types with windows")
+        return attentions
+
+    def experts(self, *counts: str, ffn: str, normalize_top_k: bool) -> Experts:
+        """Reads experts with softmax scores. `counts` are the keys of their number, `ffn` that of the size of one."""
+        counts = counts or ("num_local_experts", "num_experts")
+        count = self.integer(*counts, most=EXPERTS_MAX)
         per_token = self.integer("num_experts_per_tok")
+        if per_token == 1 and normalize_top_k:
+            self.refuse("num_experts_per_tok", 1, "at least 2: Megatron does not normalize the weight of a single one")
         if per_token > count:
-            self.refuse("num_experts_per_tok", per_token, f"at most the number of experts, {count}")
+            needed = f"at most the number of experts, {count} ({' or '.join(counts)})"
+            self.refuse("num_experts_per_tok", per_token, needed)
         return Experts(self.hidden, count, per_token, self.integer(ffn), normalize_top_k)
+
+    def some_sparse(self, experts: Experts) -> list[Mlp | Experts]:
+        """Reads MLPs, in the layers of mlp_only_layers, and experts, in every decoder_sparse_step-th other layer."""
+        dense, step = self.config.get("mlp_only_layers") or [], self.integer("decoder_sparse_step", default=1)
+        if not isinstance(dense, list) or any(layer not in range(self.layers) for layer in dense):
+            self.refuse("mlp_only_layers", dense, f"a list of layers below num_hidden_layers = {self.layers}")
+            dense = []
+        mlp = self.mlp()
+        return [mlp if layer in dense or (layer + 1) % step else experts for layer in range(self.layers)]
 
     def model(self, layers: Sequence[Layer]) -> Architecture:
         """Reads the numbers that layers share. Raises ModelError with every problem found so far."""
@@ -240,21 +348,23 @@ class ConfigReader:
         for key in ("dtype", "torch_dtype"):
             if self.config.get(key) not in DTYPES:
                 self.refuse(key, self.config[key], ", ".join(map(str, DTYPES[1:])))
-        if self.config.get("is_causal", True) not in (True, None):
+        if self.config.get("is_causal", True) is not True:  # null is false to transformers
             self.refuse("is_causal", self.config["is_causal"], "true: attention that looks ahead is not supported")
-        if (activation := self.config.get("hidden_act", "silu")) != "silu":
-            self.refuse("hidden_act", activation, "silu")
+        if "hidden_act" not in self.config.known and self.config.get("hidden_act", "silu") != "silu":
+            self.refuse("hidden_act", self.config["hidden_act"], "silu")
         quantization = self.config.get("quantization_config")
         names = ("quant_method", "fmt", "weight_block_size")
+        known = [["fp8", "e4m3", [128, 128]], ["fp8", None, [128, 128]], *([["mxfp4", None, None]] * self.mxfp4)]
         scheme = [quantization.get(name) for name in names] if isinstance(quantization, Mapping) else []
-        if quantization and scheme not in (["fp8", "e4m3", [128, 128]], ["fp8", None, [128, 128]]):
-            # fp8 in these blocks is read as bfloat16 (sides/checkpoint.py).
-            needed = "absent, or fp8 (e4m3) with weight_block_size [128, 128]"
+        if quantization and scheme not in known:  # these are read as bfloat16 (sides/checkpoint.py)
+            needed = "absent, or fp8 (e4m3) with weight_block_size [128, 128]" + ", or mxfp4" * self.mxfp4
             self.refuse("quantization_config", quantization, needed)
+        if "layer_types" in self.config.known:
+            return
         kinds = self.config.get("layer_types") or []
         if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
             self.refuse("layer_types", kinds, "full_attention only: sliding windows are not supported")
         elif self.config.get("use_sliding_window"):
             self.refuse("use_sliding_window", True, "false: sliding windows are not supported")
-        if self.config.get("use_sliding_window") is False:
+        if "use_sliding_window" in self.config and not self.config["use_sliding_window"]:
             self.config.known |= {"sliding_window", "max_window_layers"}  # of windows that are not used

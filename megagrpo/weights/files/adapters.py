@@ -104,7 +104,8 @@ def adapted_linears(arch: Architecture, base: Manifest, targets: Collection[str]
     for storage, placements in in_storage.items():
         first = tensors[placements[0].box.tensor]
         fused = next((roles for roles in FUSED if first.role in roles), ())
-        matrices = [siblings[role, first.layer, first.expert] for role in fused if TARGETS[role] in targets]
+        of_linear = (siblings.get((role, first.layer, first.expert)) for role in fused if TARGETS[role] in targets)
+        matrices = [matrix for matrix in of_linear if matrix is not None]  # not every MLP has a gate
         if not matrices:
             continue
         index = {matrix.name: number for number, matrix in enumerate(matrices)}

@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from megagrpo.weights.families.parts.part import Tensor
 from megagrpo.weights.files import publish
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.sides import checkpoint
-from megagrpo.weights.views import box_view, stored_tensors, torch_dtype
+from megagrpo.weights.views import box_view, in_storage, stored_tensors, torch_dtype
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 COMPANIONS = (
@@ -150,11 +151,31 @@ def write_copies(export: Export, index: int, copies: Copies) -> None:
     _, entries = checkpoint.header_of(file)
     try:
         with (export.partial / file.holder).open("r+b", buffering=0) as opened:
-            for into, values in copies:
-                write_box(opened.fileno(), entries[into.storage], into.at, values)
+            for name, at, values in joined(copies, file.storages):
+                write_box(opened.fileno(), entries[name], at, values)
             os.fsync(opened.fileno())
     except OSError as error:
         raise CheckpointError(_problem(export.partial / file.holder, error)) from error
+
+
+def joined(copies: Copies, storages: Mapping[str, Storage]) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+    """Yields regions of these storages: name, start and contiguous values. Boxes that alternate in a folded storage
+    wait for the others of their region and are one region with them: alone, each run would be one element."""
+    waiting: dict[tuple[Any, ...], dict[int, torch.Tensor]] = defaultdict(dict)
+    for into, values in copies:
+        storage, part = storages[into.storage], in_storage(values, into)
+        if not storage.folded:
+            yield storage.name, into.at, part.contiguous()
+            continue
+        *start, column = into.at
+        key = storage.name, tuple(start), tuple(part.shape)
+        waiting[key][column] = part
+        if len(waiting[key]) == storage.shape[-1]:
+            columns = waiting.pop(key)
+            yield storage.name, (*start, 0), torch.cat([columns[at] for at in sorted(columns)], -1).contiguous()
+    for (name, start, _), columns in waiting.items():
+        for column, part in columns.items():
+            yield name, (*start, column), part.contiguous()
 
 
 def finish_export(export: Export) -> None:

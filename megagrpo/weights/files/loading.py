@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 
@@ -20,9 +20,24 @@ from megagrpo.weights.blocks import BLOCK, SCALE_SUFFIX, scale_shape
 from megagrpo.weights.boxes import Box, Fill, Manifest, Placement
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.files.mxfp4 import dequantized
 from megagrpo.weights.plan import make_plan
-from megagrpo.weights.sides.checkpoint import DTYPES, FP8, Entry, manifests, read_header, weight_files
+from megagrpo.weights.sides.checkpoint import (
+    DTYPES,
+    FP8,
+    MXFP4,
+    MXFP4_BLOCKS,
+    MXFP4_SCALES,
+    MXFP4_VALUES,
+    Entry,
+    manifests,
+    read_header,
+    weight_files,
+)
 from megagrpo.weights.views import box_view, fill_padding, stored_tensors, torch_dtype
+
+STORED = DTYPES | {FP8: "float8_e4m3fn", MXFP4: "uint8"}
+"""torch's names of the dtypes in files."""
 
 
 class ModelFiles:
@@ -34,9 +49,29 @@ class ModelFiles:
         self.manifests: tuple[Manifest, ...] = manifests(directory, arch)
         self.paths = weight_files(directory)
         self._entries = {name: (path, entry) for path in self.paths for name, entry in read_header(path).items()}
+        storages = [its for manifest in self.manifests for its in manifest.storages.values()]
+        self._columns = {its.name: its.shape[-1] for its in storages if its.folded}
+        self._packed = {its.name for its in storages if its.name not in self._entries}
+        for storage in (its for its in storages if its.folded and its.name not in self._packed):
+            path, entry = self._entries[storage.name]
+            self._entries[storage.name] = path, replace(entry, shape=storage.shape)
+        self._latest: tuple[Any, torch.Tensor] | None = None
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Returns elements start[i] .. start[i] + shape[i] of a stored tensor; fp8 is dequantised to bfloat16."""
+        """Returns elements start[i] .. start[i] + shape[i] of a stored tensor; fp8 and MXFP4 are dequantised to
+        bfloat16. Columns that alternate are read together, and kept for the next call, which mostly asks for others."""
+        if name not in self._columns:
+            return self._read(name, start, shape)
+        region = name, (*start[:-1], 0), (*shape[:-1], self._columns[name])
+        if (latest := self._latest) is None or latest[0] != region:
+            latest = self._latest = region, self._read(*region)
+        values = latest[1][..., start[-1] : start[-1] + shape[-1]]
+        # One after another, which transposes fast. Those of MXFP4 are not transposed.
+        return values if name in self._packed else values.contiguous()
+
+    def _read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        if name in self._packed:
+            return self._dequantized(name, start, shape)
         values = read_region(*self._entries[name], start, shape)
         if values.dtype != torch.float8_e4m3fn:
             return values
@@ -50,6 +85,17 @@ class ModelFiles:
             block_of_element = torch.arange(low, low + size) // BLOCK - low // BLOCK
             scales = scales.index_select(axis, block_of_element)
         return (wide * scales).bfloat16()
+
+    def _dequantized(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """Returns a region of what blocks [experts, columns, rows / 32, 16] stand for: [experts, rows, columns]."""
+        columns = self._columns.get(name, 1)
+        (expert, row, column), (experts, rows) = start[:3], shape[:2]
+        first, end = row // MXFP4_VALUES, -(-(row + rows) // MXFP4_VALUES)
+        at, size = (expert, column * columns, first), (experts, shape[2] * columns, end - first)
+        blocks = read_region(*self._entries[name + MXFP4_BLOCKS], (*at, 0), (*size, MXFP4_VALUES // 2))
+        scales = read_region(*self._entries[name + MXFP4_SCALES], at, size)
+        values = dequantized(blocks, scales).narrow(-1, row - first * MXFP4_VALUES, rows)
+        return values.transpose(1, 2).view(shape)
 
 
 @torch.no_grad()
@@ -81,14 +127,14 @@ def load_files(
         for transfer in plan.direct(index, 0):
             origin, into = transfer.source_placement, transfer.destination_placement
             part = files.read(origin.storage, origin.at, origin.local_shape)
-            values = part.reshape(origin.box.shape) if None in origin.axes else part
-            box_view(storages[into.storage], into).copy_(values)
+            alone = replace(origin, at=(0,) * len(origin.at))
+            box_view(storages[into.storage], into).copy_(box_view(part, alone))
     fill_padding(manifest, storages)
 
 
 def read_region(path: Path, entry: Entry, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
     """Returns elements start[i] .. start[i] + shape[i] of a stored tensor. Raises CheckpointError."""
-    dtype = torch.float8_e4m3fn if entry.dtype == FP8 else torch_dtype(DTYPES[entry.dtype])
+    dtype = torch_dtype(STORED[entry.dtype])
     cut = next((axis for axis, size in enumerate(shape) if size > 1), len(shape))
     try:
         with path.open("rb", buffering=0) as file:

@@ -114,6 +114,11 @@ class ManifestBuilder:
             self._columns(storage, (expert,), tensor, index * real, real, width)
         self._storages[storage] = Storage(storage, (len(experts), experts[0].shape[0], width), self._dtype)
 
+    def placed(self, storage: Storage, placements: Iterable[Placement]) -> None:
+        """Adds a storage with boxes at places of their own."""
+        self._storages[storage.name] = storage
+        self._placements += placements
+
     def build(self) -> Manifest:
         return Manifest(self._holder, self._storages, tuple(self._placements), tuple(self._fills))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 from megagrpo.errors import ModelError, Problem, brief
 from megagrpo.weights.blocks import SCALE_SUFFIX, scale_shape
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement, Storage, in_groups
-from megagrpo.weights.families import read_architecture, tensors_of
+from megagrpo.weights.families import FAMILIES, read_architecture, renamed, tensors_of
 from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.parts.part import LayerTensors
 from megagrpo.weights.families.reading import json_object, read_json, refuse_pointer
 from megagrpo.weights.sides.assembly import ManifestBuilder, all_rows, tensors_by_role
 
@@ -23,7 +25,10 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FP8 = "F8_E4M3"
-FP8_STANDS_FOR = "bfloat16"
+MXFP4 = "U8"
+"""Two values of float4 in a byte, or the exponent of a block of MXFP4_VALUES with the bias of float32."""
+MXFP4_BLOCKS, MXFP4_SCALES, MXFP4_VALUES = "_blocks", "_scales", 32
+STAND_FOR = {FP8: "bfloat16", MXFP4: "bfloat16"}
 LARGEST_HEADER_BYTES = 100_000_000
 INNER = "model."
 """The prefix of the inner model's names in the files of a model with a head, in transformers."""
@@ -60,34 +65,37 @@ class Entry:
 def manifests(directory: str | Path, arch: Architecture | None = None) -> tuple[Manifest, ...]:
     """Returns one manifest per safetensors file of the model; the holder is the file's name.
 
-    `arch` lists the tensors to look for, by default config.json's. Experts may be stored one by one, or
-    stacked as transformers 5 holds them. Weights in fp8 with scales are described as the bfloat16 that they stand for.
-    Tensors outside of the model's modules are left out: see `extra_tensors`. Raises ModelError with all problems, the
-    first PROBLEMS_MAX by name.
+    `arch` lists the tensors to look for, by default config.json's. Experts may be stored one by one, or stacked as
+    transformers 5 holds them. Weights in fp8 or MXFP4 are described as the bfloat16 that they stand for. Tensors
+    outside of the model's modules are left out: see `extra_tensors`. Raises ModelError with all problems, the first
+    PROBLEMS_MAX by name.
     """
     directory = Path(directory)
     arch = arch or read_architecture(directory)
     tensors = tensors_of(arch)
-    parts, shapes = _known(arch)
+    parts, known = _known(arch)
     headers = [(path, read_header(path)) for path in weight_files(directory)]
-    scales = {name: entry for _, entries in headers for name, entry in entries.items() if name.endswith(SCALE_SUFFIX)}
+    scales = {name: entry for _, entries in headers for name, entry in entries.items() if _is_scale(name)}
     problems, files = [], []
     held: set[str] = set()
     unknown: set[str] = set()
     for path, entries in headers:
         storages, placements = {}, []
-        for name, entry in entries.items():
+        for stored_as, entry in entries.items():
+            name = _stands_for(arch, stored_as)
             if name not in parts:
-                if name.removesuffix(SCALE_SUFFIX) not in parts:
-                    unknown.add(name)
+                unknown.add(stored_as)
+            if name not in parts or _is_scale(stored_as):
                 continue
             held.update(placement.box.tensor for placement in parts[name])
-            problem = _entry_problem(entry, shapes[name], scales.get(name + SCALE_SUFFIX))
-            if problem is not None:
-                problems.append(Problem(f"{path.name}: {name}", *problem))
+            if stored_as == name:
+                problem = _entry_problem(entry, known[name].outer_shape, scales.get(name + SCALE_SUFFIX))
             else:
-                dtype = FP8_STANDS_FOR if entry.dtype == FP8 else DTYPES[entry.dtype]
-                storages[name] = Storage(name, entry.shape, dtype)
+                problem = _mxfp4_problem(entry, known[name].outer_shape, scales.get(name + MXFP4_SCALES))
+            if problem is not None:
+                problems.append(Problem(f"{path.name}: {stored_as}", *problem))
+            else:
+                storages[name] = replace(known[name], dtype=(DTYPES | STAND_FOR)[entry.dtype])
                 placements += parts[name]
         files.append(Manifest(path.name, storages, tuple(placements)))
     missing = [tensor for tensor in tensors if tensor.name not in held and not tensor.optional]
@@ -117,9 +125,21 @@ def manifests(directory: str | Path, arch: Architecture | None = None) -> tuple[
 def extra_tensors(directory: str | Path) -> list[str]:
     """Returns the names in the model's files that no side holds, such as layers that predict further tokens."""
     directory = Path(directory)
-    parts, _ = _known(read_architecture(directory))
+    arch = read_architecture(directory)
+    parts, _ = _known(arch)
     names = {name for path in weight_files(directory) for name in read_header(path)}
-    return sorted(name for name in names if name not in parts and name.removesuffix(SCALE_SUFFIX) not in parts)
+    return sorted(name for name in names if _stands_for(arch, name) not in parts)
+
+
+def _is_scale(name: str) -> bool:
+    return name.endswith((SCALE_SUFFIX, MXFP4_SCALES))
+
+
+def _stands_for(arch: Architecture, name: str) -> str:
+    """Returns the name of the tensor that a stored one stands for, alone or with another; by default its own."""
+    if FAMILIES[arch.family].mxfp4:
+        name = name.removesuffix(MXFP4_BLOCKS).removesuffix(MXFP4_SCALES)
+    return name.removesuffix(SCALE_SUFFIX)
 
 
 def _layer_of(name: str) -> int:
@@ -140,42 +160,65 @@ def _renamed(directory: Path, missing: Sequence[str], unknown: Collection[str]) 
     return None
 
 
-def _known(arch: Architecture) -> tuple[dict[str, list[Placement]], dict[str, tuple[int, ...]]]:
-    """Returns, by every name that a file may use, the parts of the model in that tensor, and its shape."""
-    stacked = transformers_manifest(arch, "float32")
-    parts: dict[str, list[Placement]] = {name: [] for name in stacked.storages}
-    for placement in stacked.placements:
-        parts[placement.storage].append(placement)
-    shapes = {name: storage.shape for name, storage in stacked.storages.items()}
-    for tensor in tensors_of(arch):
-        parts[tensor.name] = [Placement.whole(tensor.box)]
-        shapes[tensor.name] = tensor.shape
-    return parts, shapes
+def _known(arch: Architecture) -> tuple[dict[str, list[Placement]], dict[str, Storage]]:
+    """Returns, by every name that a file may use, the parts of the model in that tensor, and its storage."""
+    parts: dict[str, list[Placement]] = {}
+    storages: dict[str, Storage] = {}
+    for manifest in (transformers_manifest(arch, "float32"), stored(arch, "float32")):
+        parts |= _by_storage(manifest)
+        storages |= manifest.storages
+    return parts, storages
+
+
+def _by_storage(manifest: Manifest) -> dict[str, list[Placement]]:
+    placements: dict[str, list[Placement]] = defaultdict(list)
+    for placement in manifest.placements:
+        placements[placement.storage].append(placement)
+    return placements
 
 
 def transformers_manifest(arch: Architecture, dtype: str, holder: str = "transformers") -> Manifest:
     """Returns the manifest of a model that transformers has loaded: whole tensors, with the names of its
     `named_parameters()` as storages. A tied head is not among them.
 
-    Experts are stacked as in transformers 5, whatever the family calls them: `mlp.gate.weight` [experts, hidden],
-    `mlp.experts.gate_up_proj` [experts, 2 ffn, hidden] and `mlp.experts.down_proj` [experts, hidden, ffn].
+    Experts are stacked as in transformers 5, whatever the family calls them: `mlp.experts.gate_up_proj`
+    [experts, 2 ffn, hidden] and `mlp.experts.down_proj` [experts, hidden, ffn].
     """
-    builder = ManifestBuilder(holder, dtype)
-    model = tensors_by_role(arch)
-    for tensor in model.roles.values():
-        builder.whole(tensor.name, tensor)
-    for index, layer in enumerate(model.layers):
-        module = f"model.layers.{index}.mlp."
-        for role, tensor in layer.roles.items():
-            builder.whole(module + "gate.weight" if role == "router" else tensor.name, tensor)
-        if not layer.experts:
-            continue
-        prefix = module + "experts."
-        gate_up = [[all_rows(roles["expert_gate"]), all_rows(roles["expert_up"])] for roles in layer.experts]
-        builder.stacked(prefix + "gate_up_proj", gate_up, arch.hidden)
-        down = [[all_rows(roles["expert_down"])] for roles in layer.experts]
-        builder.stacked(prefix + "down_proj", down, layer.experts[0]["expert_down"].shape[1])
-    return builder.build()
+    loaded = stored(arch, dtype, stacked=True)
+
+    def name_of(name: str) -> str:
+        return renamed(name, FAMILIES[arch.family].in_transformers)
+
+    storages = {name_of(name): replace(storage, name=name_of(name)) for name, storage in loaded.storages.items()}
+    return Manifest(holder, storages, tuple(replace(its, storage=name_of(its.storage)) for its in loaded.placements))
+
+
+def stored(arch: Architecture, dtype: str | Mapping[str, str], *, stacked: bool = False) -> Manifest:
+    """Returns the manifest of all tensors as the family's files hold them, in model order. `dtype` is that of the
+    model, or one for each tensor. `stacked`: experts that the files hold one by one are stacked."""
+    builder = ManifestBuilder("files", "float32")
+    for layer, tensors in zip(arch.layers, tensors_by_role(arch).layers, strict=True):
+        FAMILIES[arch.family].fuse(builder, layer, tensors)
+        if stacked and tensors.experts and not FAMILIES[arch.family].stacks:
+            _stack(builder, tensors)
+    fused = builder.build()
+    placements, storages = _by_storage(fused), dict[str, Storage]()
+    storage_of = {its.box.tensor: its.storage for its in fused.placements}
+    for tensor in tensors_of(arch):
+        name = storage_of.get(tensor.name, tensor.name)
+        if name not in storages:
+            its = tensor.stored_as(dtype) if isinstance(dtype, str) else dtype[tensor.name]
+            storages[name] = replace(fused.storages.get(name) or Storage(name, tensor.shape, its), dtype=its)
+            placements.setdefault(name, [Placement.whole(tensor.box)])
+    return Manifest("files", storages, tuple(its for name in storages for its in placements[name]))
+
+
+def _stack(builder: ManifestBuilder, tensors: LayerTensors) -> None:
+    experts, prefix = tensors.experts, tensors.roles["router"].name.removesuffix("gate.weight") + "experts."
+    gate_up = [[all_rows(roles["expert_gate"]), all_rows(roles["expert_up"])] for roles in experts]
+    builder.stacked(prefix + "gate_up_proj", gate_up, experts[0]["expert_up"].shape[1])
+    down = [[all_rows(roles["expert_down"])] for roles in experts]
+    builder.stacked(prefix + "down_proj", down, experts[0]["expert_down"].shape[1])
 
 
 def _entry_problem(entry: Entry, shape: tuple[int, ...], scale: Entry | None) -> tuple[str, str] | None:
@@ -189,6 +232,19 @@ def _entry_problem(entry: Entry, shape: tuple[int, ...], scale: Entry | None) ->
         return "a tensor in fp8 without scales", f"a matrix with {SCALE_SUFFIX} F32 {wanted}"
     if scale.dtype != "F32" or list(scale.shape) != wanted:
         return f"{SCALE_SUFFIX} {scale.dtype} {list(scale.shape)}", f"{SCALE_SUFFIX} F32 {wanted}"
+    return None
+
+
+def _mxfp4_problem(entry: Entry, shape: tuple[int, ...], scale: Entry | None) -> tuple[str, str] | None:
+    """Returns the fault of blocks and their scales, which stand for a tensor of this shape, and what is needed."""
+    if len(shape) != 3 or shape[1] % MXFP4_VALUES:
+        return "blocks of MXFP4", f"a tensor of {list(shape)}"
+    wanted = [shape[0], shape[2], shape[1] // MXFP4_VALUES]
+    needed = f"{MXFP4} {[*wanted, MXFP4_VALUES // 2]} with {MXFP4_SCALES} {MXFP4} {wanted}"
+    if (entry.dtype, list(entry.shape)) != (MXFP4, [*wanted, MXFP4_VALUES // 2]):
+        return f"{entry.dtype} {list(entry.shape)}", needed
+    if scale is None or (scale.dtype, list(scale.shape)) != (MXFP4, wanted):
+        return "blocks without scales" if scale is None else f"{scale.dtype} {list(scale.shape)}", needed
     return None
 
 
@@ -285,15 +341,15 @@ def new_files(arch: Architecture, dtype: str | Mapping[str, str]) -> tuple[Manif
     `dtype` is that of the model, or one for each tensor. A larger tensor has a file of its own. One file is called
     model.safetensors, several are numbered.
     """
-    dtypes = {
-        tensor.name: tensor.stored_as(dtype) if isinstance(dtype, str) else dtype[tensor.name]
-        for tensor in tensors_of(arch)
-    }
-    storages = [Storage(tensor.name, tensor.shape, dtypes[tensor.name]) for tensor in tensors_of(arch)]
-    groups = in_groups(storages, FILE_BYTES)
+    whole = stored(arch, dtype)
+    placements = _by_storage(whole)
+    groups = in_groups(list(whole.storages.values()), FILE_BYTES)
     names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
     names = [SINGLE] if len(groups) == 1 else names
-    return tuple(new_file(name, group) for name, group in zip(names, groups, strict=True))
+    return tuple(
+        Manifest(name, {its.name: its for its in group}, tuple(at for its in group for at in placements[its.name]))
+        for name, group in zip(names, groups, strict=True)
+    )
 
 
 def new_file(name: str, tensors: Sequence[Storage]) -> Manifest:
@@ -309,7 +365,11 @@ def header_of(file: Manifest) -> tuple[bytes, dict[str, Entry]]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, storage in file.storages.items():
         end = offset + storage.bytes
-        header[name] = {"dtype": names[storage.dtype], "shape": list(storage.shape), "data_offsets": [offset, end]}
+        header[name] = {
+            "dtype": names[storage.dtype],
+            "shape": list(storage.outer_shape),
+            "data_offsets": [offset, end],
+        }
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)

@@ -6,7 +6,7 @@ Every rank holds the norms and the router. Experts are dealt out over `expert`, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from megagrpo.errors import ModelError, Problem
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, layers_of_chunk, stage_problems
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.families.parts.part import Role, Roles, Rows, Tensor
+from megagrpo.weights.families.parts.part import Roles, Rows, Tensor
 from megagrpo.weights.sides.assembly import ManifestBuilder, cut, padded_shard, shard, tensors_by_role
 
 
@@ -58,10 +58,10 @@ class MegatronSpec:
         return problems
 
 
-LOCAL_SPEC = MegatronSpec(fused=False, expert="mlp.experts.local_experts.{expert}.{linear}.weight")
+LOCAL_SPEC = MegatronSpec(fused=False, expert="mlp.experts.local_experts.{expert}.{linear}.{kind}")
 """Megatron's local layers: norms apart from the linear layers, experts one by one (SequentialMLP)."""
 
-TE_SPEC = MegatronSpec(fused=True, expert="mlp.experts.{linear}.weight{expert}")
+TE_SPEC = MegatronSpec(fused=True, expert="mlp.experts.{linear}.{kind}{expert}")
 """transformer-engine's layers: norms inside the linear layers, experts in grouped linear layers."""
 
 
@@ -74,6 +74,7 @@ def config_fields(arch: Architecture) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "layernorm_epsilon": arch.norm_epsilon,
         "add_bias_linear": False,
+        **({"layernorm_zero_centered_gamma": True} if arch.zero_centred_norms else {}),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
@@ -114,21 +115,21 @@ class LayerOnRank:
         count = sum(rows.count for rows in fused) // self.rank.layout.tensor
         self.rank.builder.rows(self.prefix + name, cut(fused, self.rank.where.tensor * count, count), rest)
 
-    def experts(
-        self, experts: Sequence[Roles], by_rows: Mapping[str, Sequence[Role]], by_columns: Mapping[str, Role]
-    ) -> None:
-        """Adds the linear layers of this rank's experts, cut over the ranks that share an expert."""
+    def experts(self, experts: Sequence[Roles], *, bias: bool) -> None:
+        """Adds this rank's experts, each cut over the ranks that share it."""
         where, layout, builder = self.rank.where, self.rank.layout, self.rank.builder
         index, shards, count = where.expert_tensor, layout.expert_tensor, len(experts) // layout.expert
         for local, expert in enumerate(experts[where.expert * count :][:count]):
-            for linear, roles in by_rows.items():
-                rows, rest = [shard(expert[role], index, shards) for role in roles], expert[roles[0]].shape[1:]
-                builder.rows(self._expert(local, linear), rows, rest)
-            for linear, role in by_columns.items():
-                builder.columns(self._expert(local, linear), expert[role], index, shards)
+            rows = [shard(expert[role], index, shards) for role in ("expert_gate", "expert_up")]
+            builder.rows(self._expert(local, "linear_fc1"), rows, expert["expert_up"].shape[1:])
+            builder.columns(self._expert(local, "linear_fc2"), expert["expert_down"], index, shards)
+            if bias:
+                rows = [shard(expert[role], index, shards) for role in ("expert_gate_bias", "expert_up_bias")]
+                builder.rows(self._expert(local, "linear_fc1", "bias"), rows, ())
+                builder.whole(self._expert(local, "linear_fc2", "bias"), expert["expert_down_bias"])
 
-    def _expert(self, local: int, linear: str) -> str:
-        return self.prefix + self.rank.spec.expert.format(expert=local, linear=linear)
+    def _expert(self, local: int, linear: str, kind: str = "weight") -> str:
+        return self.prefix + self.rank.spec.expert.format(expert=local, linear=linear, kind=kind)
 
 
 @dataclass(frozen=True)

@@ -208,11 +208,12 @@ class LayerOnEngine:
     def columns(self, tensor: Tensor) -> None:
         self.builder.columns(tensor.name, tensor, self.group_rank, self.group)
 
-    def mlp(self, gate: Tensor, up: Tensor, down: Tensor, ffn: int) -> None:
-        """Adds this rank's part of an MLP. `ffn` is the size of the whole MLP with padding."""
+    def mlp(self, up: Sequence[Tensor], down: Tensor, ffn: int) -> None:
+        """Adds this rank's part of an MLP with the matrices `up` before its activation. `ffn` is the size of the whole
+        MLP with padding."""
         tensor = self.layout.tensor
-        rows = [part for matrix in (gate, up) for part in padded_shard(matrix, ffn, self.rank, tensor)]
-        self.builder.rows(gate.name.replace("gate_proj", "gate_up_proj"), rows, gate.shape[1:])
+        rows = [part for matrix in up for part in padded_shard(matrix, ffn, self.rank, tensor)]
+        self.builder.rows(up[0].name.replace("gate_proj", "gate_up_proj"), rows, up[0].shape[1:])
         self.builder.columns(down.name, down, self.rank, tensor, ffn)
 
     def experts(self, router: Tensor, experts: Sequence[Roles], ffn: int) -> None:

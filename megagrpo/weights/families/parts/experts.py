@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from megagrpo.weights.sides.megatron_rank import LayerOnRank
     from megagrpo.weights.sides.sglang import EngineSizes, LayerOnEngine
 
+CLAMPED_ALPHA = 1.702
+"""The factor inside the sigmoid of gpt-oss' activation."""
 ROUTER_BYTES = 10
 """For each token and expert on a training rank: float32 scores and probabilities, and two maps of bool."""
 DISPATCH_BYTES = 24
@@ -45,9 +47,23 @@ class Experts:
     normalize_top_k: bool
     router: SigmoidRouter | None = None
     shared_ffn: int = 0
+    shared_weight: bool = False
+    """The shared experts' output is multiplied by the sigmoid of a projection to one number."""
+    bias: bool = False
+    """Biases of the router and of all projections."""
+    clamp: float | None = None
+    """The activation of gpt-oss: gate x sigmoid(1.702 gate) x (up + 1), of values clamped to this. None: SiLU."""
 
     recomputed_as = "moe"
     holds_norm = None
+
+    @property
+    def activation(self) -> str:
+        return "silu" if self.clamp is None else "quick_gelu"
+
+    @property
+    def only_local(self) -> str | None:
+        return "experts with biases" if self.bias else "clamped experts" if self.clamp is not None else None
 
     @property
     def gathers(self) -> bool:
@@ -60,6 +76,8 @@ class Experts:
     def tensors(self, prefix: str, layer: int) -> Iterator[Tensor]:
         at, shape, down = prefix + "mlp.", (self.ffn, self.hidden), (self.hidden, self.ffn)
         yield Tensor(at + "gate.weight", (self.experts, self.hidden), "router", layer)
+        if self.bias:
+            yield Tensor(at + "gate.bias", (self.experts,), "router_linear_bias", layer)
         if self.router is not None:
             yield Tensor(at + "gate.e_score_correction_bias", (self.experts,), "router_bias", layer)
         for expert in range(self.experts):
@@ -67,10 +85,16 @@ class Experts:
             yield Tensor(of_expert + "gate_proj.weight", shape, "expert_gate", layer, expert)
             yield Tensor(of_expert + "up_proj.weight", shape, "expert_up", layer, expert)
             yield Tensor(of_expert + "down_proj.weight", down, "expert_down", layer, expert)
+            if self.bias:
+                yield Tensor(of_expert + "gate_proj.bias", shape[:1], "expert_gate_bias", layer, expert)
+                yield Tensor(of_expert + "up_proj.bias", shape[:1], "expert_up_bias", layer, expert)
+                yield Tensor(of_expert + "down_proj.bias", down[:1], "expert_down_bias", layer, expert)
         if ffn := self.shared_ffn:
             yield Tensor(at + "shared_experts.gate_proj.weight", (ffn, self.hidden), "shared_gate", layer)
             yield Tensor(at + "shared_experts.up_proj.weight", (ffn, self.hidden), "shared_up", layer)
             yield Tensor(at + "shared_experts.down_proj.weight", (self.hidden, ffn), "shared_down", layer)
+        if self.shared_weight:
+            yield Tensor(at + "shared_expert_gate.weight", (1, self.hidden), "shared_weight", layer)
 
     def with_experts(self, experts: int) -> Experts:
         return replace(self, experts=experts)
@@ -79,13 +103,18 @@ class Experts:
 
     def fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {
+            "gated_linear_unit": True,
             "num_moe_experts": self.experts,
             "moe_router_topk": self.per_token,
             "moe_ffn_hidden_size": self.ffn,
             # Softmax over the chosen experts is softmax over all of them, normalised over the chosen.
             "moe_router_pre_softmax": not self.normalize_top_k,
             **({"moe_shared_expert_intermediate_size": self.shared_ffn} if self.shared_ffn else {}),
+            **({"moe_shared_expert_gate": True} if self.shared_weight else {}),
+            **({"add_bias_linear": True} if self.bias else {}),
         }
+        if self.clamp is not None:
+            fields |= {"activation_func_clamp_value": self.clamp, "glu_linear_offset": 1.0}
         if (router := self.router) is not None:
             fields |= {
                 "moe_router_score_function": "sigmoid",
@@ -101,10 +130,14 @@ class Experts:
         rank.whole("mlp.router.weight", roles["router"])
         if self.router is not None:
             rank.whole("mlp.router.expert_bias", roles["router_bias"])
+        if self.bias:
+            rank.whole("mlp.router.bias", roles["router_linear_bias"])
         if self.shared_ffn:
             rank.rows("mlp.shared_experts.linear_fc1.weight", roles["shared_gate"], roles["shared_up"])
             rank.columns("mlp.shared_experts.linear_fc2.weight", roles["shared_down"])
-        rank.experts(of.experts, {"linear_fc1": ("expert_gate", "expert_up")}, {"linear_fc2": "expert_down"})
+        if self.shared_weight:
+            rank.whole("mlp.shared_experts.gate_weight", roles["shared_weight"])
+        rank.experts(of.experts, bias=self.bias)
 
     def divided(self) -> list[Divided]:
         return [
@@ -125,7 +158,9 @@ class Experts:
         if self.shared_ffn:
             # SGLang pads the size of one expert and multiplies it by the number of shared experts.
             padded = rank.padded(self.ffn) * (self.shared_ffn // self.ffn)
-            rank.mlp(roles["shared_gate"], roles["shared_up"], roles["shared_down"], padded)
+            rank.mlp([roles["shared_gate"], roles["shared_up"]], roles["shared_down"], padded)
+        if self.shared_weight:
+            rank.whole(roles["shared_weight"])
 
     def unmet_on_sglang(self, sizes: EngineSizes, device: str) -> Iterator[Unmet]:
         shared = 0 if device == "cpu" else self.shared_ffn  # on CPUs SGLang pads it
@@ -159,9 +194,11 @@ class Experts:
     def kept_bytes(self, its: Pass) -> int:
         """Returns the bytes of router and dispatch for this rank's tokens, of experts here, and of shared experts."""
         held = its.tokens_of_rank * (self.experts * ROUTER_BYTES + self.per_token * DISPATCH_BYTES)
-        tensors = (6 if its.device == "cpu" else 3) - ("moe_act" in its.modules)
+        tensors = (3 if its.device != "cpu" else 6) if self.clamp is None else 8
+        tensors -= "moe_act" in its.modules
         columns = self.hidden + tensors * self.ffn // its.layout.expert_tensor
         shared = 0 if "shared_experts" in its.modules else Mlp(self.hidden, self.shared_ffn).kept_bytes(its)
+        shared += its.hidden_bytes * self.shared_weight  # the output before it is weighted
         return held + self.tokens(its) * columns * its.element_bytes + shared
 
     def widest(self, its: Pass) -> tuple[int, int]:

@@ -34,7 +34,8 @@ class LatentAttention:
     value_dim: int
     rope: Rope
 
-    adapts = False
+    temperature = window = only_local = None
+    adapts = exchanges_heads = False
     recomputes = frozenset({"core_attn", "mla_up_proj"})
     holds_norm = None
 
@@ -148,6 +149,9 @@ class LatentAttention:
         """Returns the elements of a token's latents, which every rank of an engine holds whole."""
         return self.key_value_rank + self.rotary_dim
 
+    def state_bytes(self, tensor: int, element_bytes: int) -> int:
+        return 0
+
     def derived_elements(self, ranks: int) -> int:
         """Returns the elements of w_kc and w_vc, which SGLang makes of kv_b_proj."""
         return self.heads // ranks * (self.plain_dim + self.value_dim) * self.key_value_rank
@@ -182,5 +186,5 @@ class LatentAttention:
             return 0
         return int(4 * its.tokens * self.heads / its.layout.tensor * its.longest)
 
-    def rotation_bytes(self, its: Pass) -> int:
-        return 0
+    def forward_bytes(self, its: Pass) -> int:
+        return 5 * self.score_bytes(its) // 2

@@ -1,24 +1,28 @@
-"""MLPs that every token passes: gate, up and down projections with a SiLU (arXiv:2002.05202)."""
+"""MLPs that every token passes: up and down projections, most with a gate (arXiv:2002.05202)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from megagrpo.weights.families.parts.part import Divided, LayerTensors, LayerWork, Pass, Tensor, Unmet
+from megagrpo.weights.families.parts.part import Divided, LayerTensors, LayerWork, Pass, Roles, Tensor, Unmet
 
 if TYPE_CHECKING:
     from megagrpo.weights.sides.megatron_rank import LayerOnRank
     from megagrpo.weights.sides.sglang import EngineSizes, LayerOnEngine
 
 
+Activation = Literal["silu", "gelu_tanh", "relu2"]
+
+
 @dataclass(frozen=True)
 class Mlp:
-    """An MLP with `ffn` columns between its projections."""
+    """An MLP with `ffn` columns between its projections. One with relu^2 (arXiv:2109.08668) has no gate."""
 
     hidden: int
     ffn: int
+    activation: Activation = "silu"
 
     experts = per_token = 0
     gathers = True
@@ -28,9 +32,18 @@ class Mlp:
     recomputes = frozenset({"mlp"})
     holds_norm = "mlp.linear_fc1"
 
+    @property
+    def only_local(self) -> str | None:
+        return None if self.activation == "silu" else f"MLPs with {self.activation}"
+
+    @property
+    def gated(self) -> bool:
+        return self.activation != "relu2"
+
     def tensors(self, prefix: str, layer: int) -> Iterator[Tensor]:
         at = prefix + "mlp."
-        yield Tensor(at + "gate_proj.weight", (self.ffn, self.hidden), "gate", layer)
+        if self.gated:
+            yield Tensor(at + "gate_proj.weight", (self.ffn, self.hidden), "gate", layer)
         yield Tensor(at + "up_proj.weight", (self.ffn, self.hidden), "up", layer)
         yield Tensor(at + "down_proj.weight", (self.hidden, self.ffn), "down", layer)
 
@@ -38,32 +51,38 @@ class Mlp:
         return self
 
     def fields(self) -> dict[str, Any]:
-        return {"ffn_hidden_size": self.ffn}
+        return {"ffn_hidden_size": self.ffn, "gated_linear_unit": self.gated}
 
     def on_megatron(self, rank: LayerOnRank, of: LayerTensors) -> None:
-        rank.rows("mlp.linear_fc1.weight", of.roles["gate"], of.roles["up"])
+        rank.rows("mlp.linear_fc1.weight", *self._up(of.roles))
         rank.columns("mlp.linear_fc2.weight", of.roles["down"])
 
     def divided(self) -> list[Divided]:
         return [Divided("tensor", "MLP columns (intermediate_size)", self.ffn)]
 
     def on_sglang(self, rank: LayerOnEngine, of: LayerTensors) -> None:
-        rank.mlp(of.roles["gate"], of.roles["up"], of.roles["down"], rank.padded(self.ffn))
+        rank.mlp(self._up(of.roles), of.roles["down"], rank.padded(self.ffn))
+
+    def _up(self, roles: Roles) -> list[Tensor]:
+        """Returns the matrices before the activation."""
+        return [roles["gate"], roles["up"]] if self.gated else [roles["up"]]
 
     def unmet_on_sglang(self, sizes: EngineSizes, device: str) -> Iterator[Unmet]:
         if device != "cpu" and self.ffn % sizes.tensor:  # on CPUs SGLang pads it
             yield Unmet(f"ffn: {self.ffn}", f"a multiple of {sizes.tensor}")
 
     def work(self) -> LayerWork:
-        return LayerWork(mlp=6.0 * self.hidden * self.ffn)
+        return LayerWork(mlp=(4.0 + 2.0 * self.gated) * self.hidden * self.ffn)
 
     def engine_columns(self, sizes: EngineSizes) -> float:
         """Returns the elements that an engine rank makes of a token of a prefill."""
         return 3 * self.ffn / sizes.tensor
 
     def kept_bytes(self, its: Pass) -> int:
-        """Returns the bytes of the first product (gate and up) and the second's input; CPUs keep two tensors more."""
-        tensors = 5 if its.device == "cpu" else 3
+        """Returns the bytes of the first product (gate and up) and the second's input; two tensors more
+        on CPUs and of other activations than SiLU, which nothing fuses."""
+        fused = its.device != "cpu" and self.activation == "silu"
+        tensors = (3 if fused else 5) if self.gated else 2
         return int(its.tokens * self.ffn / its.layout.tensor * tensors * its.element_bytes)
 
     def widest(self, its: Pass) -> tuple[int, int]:

@@ -15,13 +15,8 @@ from typing import Literal, NamedTuple
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.weights.boxes import Box
 
-Role = Literal[
-    "embedding", "head", "value_head", "final_norm", "input_norm", "post_attention_norm",
-    "q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o",
-    "q_down", "q_down_norm", "q_up", "kv_down", "kv_down_norm", "kv_up",
-    "gate", "up", "down", "router", "router_bias", "expert_gate", "expert_up", "expert_down",
-    "shared_gate", "shared_up", "shared_down",
-]  # fmt: skip
+Role = str
+"""The place of a tensor in its part, such as q, input_norm or expert_gate."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,144 @@
+"""DeepSeek-V3's experts: sigmoid scores, first layers dense, shared experts; with latent attention, or query groups.
+
+Published checkpoints also hold layers for multi-token prediction (num_nextn_predict_layers) after the model's own.
+No side holds them; `extra_tensors` in sides/checkpoint.py lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megagrpo.errors import Problem
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.parts.attention import Attention
+from megagrpo.weights.families.parts.experts import Experts, SigmoidRouter
+from megagrpo.weights.families.parts.latent_attention import NORM_EPSILON, LatentAttention
+from megagrpo.weights.families.parts.mlp import Mlp
+from megagrpo.weights.families.reading import EXPERTS_MAX, ConfigReader
+
+
+def deepseek_v3(config: Mapping[str, Any]) -> Architecture:
+    """Reads DeepSeek-V3 and R1, Moonlight (`DeepseekV3ForCausalLM`) and Kimi K2, which has its tensors."""
+    read = ConfigReader(config, num_key_value_heads=128, q_lora_rank=1536)
+    return _model(read, _latent_attention(read), dense=3)
+
+
+def glm4_moe_lite(config: Mapping[str, Any]) -> Architecture:
+    """Reads GLM-4.7-Flash (`Glm4MoeLiteForCausalLM`): DeepSeek-V3's parts; its layers may be listed by kind."""
+    read = ConfigReader(config, num_key_value_heads=20, q_lora_rank=768, rms_norm_eps=1e-5)
+    return _model(read, _latent_attention(read), dense=1, listed="mlp_layer_types")
+
+
+def glm4_moe(config: Mapping[str, Any]) -> Architecture:
+    """Reads GLM-4.5 to 4.7 (`Glm4MoeForCausalLM`): grouped attention, of which half of a head is rotated."""
+    read = ConfigReader(config, num_key_value_heads=8, rms_norm_eps=1e-5, routed_scaling_factor=1.0)
+    norm: Any = "head" if read.flag("use_qk_norm") else None
+    attention = read.attention(bias=read.flag("attention_bias"), norm=norm, rope=read.rope(part=0.5))
+    return _model(read, [attention] * read.layers, dense=1)
+
+
+def dots1(config: Mapping[str, Any]) -> Architecture:
+    """Reads dots.llm1 (`Dots1ForCausalLM`): grouped attention with norms of each head."""
+    read = ConfigReader(
+        config,
+        num_key_value_heads=32,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=1.0,
+        norm_topk_prob=False,
+        sliding_window=4096,
+    )
+    read.refuse_if_set("attention_bias")
+    first = read.integer("max_window_layers", default=62)
+    windows = read.config.get("sliding_window") is not None
+    return _model(read, read.windowed(read.attention(norm="head"), lambda layer: windows and layer >= first), dense=0)
+
+
+def _model(
+    read: ConfigReader, attention: LatentAttention | list[Attention], dense: int, listed: str = ""
+) -> Architecture:
+    """Returns a model whose first layers have MLPs, `dense` by default, and all others experts. The config's key
+    `listed` may list each layer's kind."""
+    first = _dense_layers(read, dense)
+    kinds: dict[str, Mlp | Experts] = {"dense": read.mlp(), "sparse": _experts(read)}
+    mlps = read.by_kind(listed, kinds, lambda layer: "dense" if layer < first else "sparse")
+    attentions: Sequence[Attention | LatentAttention]
+    attentions = [attention] * read.layers if isinstance(attention, LatentAttention) else attention
+    return read.model([read.layer(one, mlp) for one, mlp in zip(attentions, mlps, strict=True)])
+
+
+def _latent_attention(read: ConfigReader) -> LatentAttention:
+    config = read.config
+    config.known.add("qk_head_dim")  # it follows from other sizes
+    if config.get("head_dim") not in (None, config.get("qk_rope_head_dim")):
+        read.refuse("head_dim", config["head_dim"], "qk_rope_head_dim, or no such key")
+    read.refuse_if_set("attention_bias")
+    if config.get("rope_interleave", True) is not True:
+        read.refuse("rope_interleave", config["rope_interleave"], "true: rotary elements in pairs of neighbours")
+    heads = read.integer("num_attention_heads")
+    if config.get("num_key_value_heads") not in (None, heads):
+        read.refuse("num_key_value_heads", config["num_key_value_heads"], f"num_attention_heads = {heads}")
+    rope = read.rope("yarn")
+    if rope.yarn is not None and (rope.yarn.magnitude is not None or not rope.yarn.truncate):
+        read.refuse("attention_factor or truncate", rope.yarn, "absent: Megatron's latent attention has its own")
+    return LatentAttention(
+        hidden=read.hidden,
+        heads=heads,
+        query_rank=None if config.get("q_lora_rank") is None else read.integer("q_lora_rank"),
+        key_value_rank=read.integer("kv_lora_rank"),
+        plain_dim=read.integer("qk_nope_head_dim"),
+        rotary_dim=read.integer("qk_rope_head_dim"),
+        value_dim=read.integer("v_head_dim"),
+        rope=rope,
+    )
+
+
+def _dense_layers(read: ConfigReader, usual: int) -> int:
+    layers, dense = read.layers, read.config.get("first_k_dense_replace", usual)
+    if isinstance(dense, int) and 0 <= dense < layers:
+        return dense
+    read.refuse("first_k_dense_replace", dense, f"a number of layers below num_hidden_layers = {layers}")
+    return 0
+
+
+def _experts(read: ConfigReader) -> Experts:
+    config = read.config
+    for key, usual in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
+        if config.get(key, usual) != usual:
+            read.refuse(key, config[key], str(usual))
+    if not read.flag("norm_topk_prob", default=True):
+        read.refuse("norm_topk_prob", False, "true: weights of the chosen experts that add up to 1")
+    ffn = read.integer("moe_intermediate_size")
+    count = read.integer("n_routed_experts", "num_local_experts", most=EXPERTS_MAX)
+    per_token = read.integer("num_experts_per_tok")
+    groups, groups_per_token = read.integer("n_group"), read.integer("topk_group")
+    scale = read.number("routed_scaling_factor", config.get("routed_scaling_factor"))
+    experts = Experts(
+        hidden=read.hidden,
+        experts=count,
+        per_token=per_token,
+        ffn=ffn,
+        normalize_top_k=True,
+        router=SigmoidRouter(groups, groups_per_token, scale),
+        shared_ffn=ffn * read.integer("n_shared_experts", most=EXPERTS_MAX),
+    )
+    if per_token > count:
+        read.refuse("num_experts_per_tok", per_token, f"at most the number of experts, {count}")
+    if per_token == 1:
+        read.refuse("num_experts_per_tok", 1, "at least 2: Megatron does not normalize the weight of a single one")
+    if groups != groups_per_token:
+        if count % groups or groups_per_token > groups:
+            read.refuse("n_group", groups, f"a divisor of n_routed_experts = {count}, at least topk_group")
+        elif per_token != 2 * groups_per_token:
+            # Megatron scores a group by per_token / groups_per_token of its experts, DeepSeek by 2.
+            needed = f"n_group = {groups}, or num_experts_per_tok / 2 = {per_token / 2:g}"
+            read.refuse("topk_group", groups_per_token, needed)
+    return experts
+
+
+def ignored_by_sglang(arch: Architecture) -> Iterator[Problem]:
+    """Yields a problem where SGLang gives the norms of the latents another epsilon than transformers."""
+    if arch.norm_epsilon != NORM_EPSILON:
+        needed, fix = f"{NORM_EPSILON:g}, which the norms of the latents have", "rollout.engine: transformers"
+        yield Problem(f"{arch.family} on SGLang: rms_norm_eps", f"{arch.norm_epsilon:g}", needed, fix)

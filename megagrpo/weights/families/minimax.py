@@ -1,0 +1,28 @@
+"""MiniMax M2: grouped attention with norms over all heads, and DeepSeek-V3's router without groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.parts.experts import SigmoidRouter
+from megagrpo.weights.families.reading import ConfigReader
+
+NAMES = (
+    (".mlp.gate.e_score", ".mlp.e_score"), (".mlp.", ".block_sparse_moe."), (".gate_proj.", ".w1."),
+    (".up_proj.", ".w3."), (".down_proj.", ".w2."),
+)  # fmt: skip
+
+
+def minimax_m2(config: Mapping[str, Any]) -> Architecture:
+    """Reads MiniMax M2 (`MiniMaxM2ForCausalLM`)."""
+    read = ConfigReader(config, 5e6, num_key_value_heads=8, head_dim=128)
+    read.refuse_if_set("router_jitter_noise")
+    rotated = read.config.get("rotary_dim")
+    head_dim = read.integer("head_dim")
+    part = 1.0 if rotated is None else read.integer("rotary_dim") / head_dim
+    attention = read.attention(norm="projection", rope=read.rope(part=part))
+    experts = replace(read.experts(ffn="intermediate_size", normalize_top_k=True), router=SigmoidRouter(1, 1, 1.0))
+    return read.model([read.layer(attention, experts)] * read.layers)
