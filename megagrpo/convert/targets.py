@@ -62,7 +62,8 @@ class HuggingFaceTarget(Target):
 
     def __init__(self, source: Source, dtype: str | None) -> None:
         super().__init__(source, dtype)
-        self._files = checkpoint.new_files(source.architecture, self._dtypes)
+        self._carried = checkpoint.carried_tensors(source.model_directory, source.architecture)
+        self._files = checkpoint.new_files(source.architecture, self._dtypes, others=bool(self._carried))
         self._entries = {
             name: (file.holder, entry) for file in self._files for name, entry in checkpoint.header_of(file)[1].items()
         }
@@ -77,7 +78,8 @@ class HuggingFaceTarget(Target):
         ]
 
     def begin(self, directory: Path) -> None:
-        lay_out(directory, self._files, self._source.model_directory, self._source.main_dtype(self._dtypes))
+        dtype = self._source.main_dtype(self._dtypes)
+        lay_out(directory, self._files, self._source.model_directory, dtype, self._carried)
 
     def write(self, index: int, directory: Path, advance: Advance) -> Any:
         opened: dict[str, IO[bytes]] = {}

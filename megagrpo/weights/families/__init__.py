@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megagrpo.errors import ModelError, Problem
-from megagrpo.weights.families import deepseek_like, fused, gemma, glm4, gpt_oss, llama_like, minimax, olmo, qwen_next
+from megagrpo.weights.families import (
+    composite,
+    deepseek_like,
+    fused,
+    gemma,
+    glm4,
+    gpt_oss,
+    llama_like,
+    minimax,
+    olmo,
+    qwen_next,
+)
 from megagrpo.weights.families.architecture import Architecture, Layer
 from megagrpo.weights.families.parts.part import LayerTensors, Tensor
 from megagrpo.weights.families.reading import read_json
@@ -52,6 +63,8 @@ class Family:
     """`fuse` adds all experts of a layer, and transformers loads them so."""
     mxfp4: bool = False
     """Published files have stacked experts in MXFP4: their last axis but one in blocks (files/mxfp4.py)."""
+    carried: str = r"mtp\..*"
+    """The pattern of names of tensors that are not trained: they are copied from the model's files to exports."""
     sglang: SglangClass = SglangClass()
 
 
@@ -113,6 +126,22 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(llama_like.qwen2),
     "qwen2_moe": Family(llama_like.qwen2_moe, llama_like.QWEN2_MOE_NAMES, sglang=UNCOMPARED),
     "qwen3": Family(llama_like.qwen3, sglang=SglangClass(attention_groups=True, attentions=())),
+    "qwen3_5": Family(
+        composite.text_of(qwen_next.qwen3_5),
+        composite.QWEN_NAMES,
+        composite.QWEN_LOADED,
+        fuse=qwen_next.fused_whole,
+        carried=composite.TOWER,
+        sglang=UNCOMPARED,
+    ),
+    "qwen3_5_moe": Family(
+        composite.text_of(qwen_next.qwen3_5_moe),
+        qwen_next.NAMES + composite.QWEN_NAMES,
+        composite.QWEN_LOADED,
+        fuse=qwen_next.fused_whole,
+        carried=composite.TOWER,
+        sglang=UNCOMPARED,
+    ),
     "qwen3_5_moe_text": Family(qwen_next.qwen3_5_moe, qwen_next.NAMES, fuse=qwen_next.fused_whole, sglang=UNCOMPARED),
     "qwen3_5_text": Family(qwen_next.qwen3_5, fuse=qwen_next.fused_whole, sglang=UNCOMPARED),
     "qwen3_moe": Family(

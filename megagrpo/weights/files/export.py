@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.views import box_view, in_storage, stored_tensors, torch_dtype
 
+COPY_BYTES = 64 * 1024**2
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 COMPANIONS = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
@@ -58,9 +60,10 @@ def begin_export(directory: str | Path, model_directory: str | Path, arch: Archi
     Removes what an interrupted export to the same place left behind. `dtype` is a Storage's, such as bfloat16. Raises
     CheckpointError.
     """
-    files = checkpoint.new_files(arch, dtype)
+    carried = checkpoint.carried_tensors(model_directory, arch)
+    files = checkpoint.new_files(arch, dtype, others=bool(carried))
     export = Export(Path(directory).absolute(), files)
-    begin(export, lambda: lay_out(export.partial, files, Path(model_directory), dtype))
+    begin(export, lambda: lay_out(export.partial, files, Path(model_directory), dtype, carried))
     return export
 
 
@@ -92,9 +95,21 @@ def begin(export: Export, make: Callable[[], None]) -> None:
         raise CheckpointError(_problem(export.directory, error)) from error
 
 
-def lay_out(directory: Path, files: tuple[Manifest, ...], model_directory: Path, dtype: str) -> None:
-    """Makes the files in `directory` at their full size without their values, and the model's other files, with `dtype`
-    in config.json. Raises OSError."""
+Carried = Mapping[str, tuple[Path, checkpoint.Entry]]
+"""Tensors that are copied bit for bit: the file of each, and its entry there."""
+
+
+def lay_out(
+    directory: Path,
+    files: tuple[Manifest, ...],
+    model_directory: Path,
+    dtype: str,
+    carried: Carried = MappingProxyType({}),
+) -> None:
+    """Makes the files in `directory` at their full size without their values, and one of the carried tensors, if any.
+
+    Copies the model's other files, with `dtype` in config.json. Raises OSError.
+    """
     for pattern in COMPANIONS:
         for companion in model_directory.glob(pattern):
             if companion.is_dir():
@@ -108,10 +123,33 @@ def lay_out(directory: Path, files: tuple[Manifest, ...], model_directory: Path,
     _write_json(directory / "config.json", config)
     for file in files:
         _write_empty(directory, file)
-    if len(files) > 1:
+    if len(files) + bool(carried) > 1:
         size = sum(storage.bytes for file in files for storage in file.storages.values())
+        size += sum(entry.bytes for _, entry in carried.values())
         weight_map = {name: file.holder for file in files for name in file.storages}
+        if carried:
+            last = checkpoint.numbered(len(files) + 1, len(files) + 1)
+            weight_map |= dict.fromkeys(carried, last)
+            _write_carried(directory / last, carried)
         _write_json(directory / checkpoint.INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+
+
+def _write_carried(path: Path, carried: Carried) -> None:
+    """Copies tensors from the model's files into a new one, COPY_BYTES at a time."""
+    at, header = 0, dict[str, Any](__metadata__={"format": "pt"})
+    for name, (_, entry) in carried.items():
+        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [at, at := at + entry.bytes]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as into:
+        into.write(len(text).to_bytes(8, "little") + text)
+        for origin, entry in carried.values():
+            with origin.open("rb") as opened:
+                opened.seek(entry.begin)
+                for begin in range(entry.begin, entry.end, COPY_BYTES):
+                    into.write(opened.read(min(COPY_BYTES, entry.end - begin)))
+        into.flush()
+        os.fsync(into.fileno())
 
 
 def _write_empty(directory: Path, file: Manifest) -> None:

@@ -142,9 +142,24 @@ def _stands_for(arch: Architecture, name: str) -> str:
     return name.removesuffix(SCALE_SUFFIX)
 
 
+def carried_tensors(directory: str | Path, arch: Architecture) -> dict[str, tuple[Path, Entry]]:
+    """Returns the tensors that exports copy from the model's files: those of Family.carried, and of layers beyond the
+    last one. A directory without weights has none, nor one in fp8: an export's config no longer says how to read it."""
+    directory, pattern = Path(directory), re.compile(FAMILIES[arch.family].carried)
+    if not ((directory / INDEX).is_file() or (directory / SINGLE).is_file()):
+        return {}
+    carried = {
+        name: (path, entry)
+        for path in weight_files(directory)
+        for name, entry in read_header(path).items()
+        if pattern.fullmatch(name) or _layer_of(name) >= len(arch.layers)
+    }
+    return {} if any(entry.dtype == FP8 for _, entry in carried.values()) else carried
+
+
 def _layer_of(name: str) -> int:
     """Returns the number of a tensor's layer; -1 for a tensor outside the layers, and for constants of old files."""
-    match = re.match(r"model\.layers\.(\d+)\.", name)
+    match = re.match(r"(?:language_model\.|model\.){1,2}layers\.(\d+)\.", name)
     return int(match[1]) if match and not name.endswith("rotary_emb.inv_freq") else -1
 
 
@@ -335,21 +350,26 @@ def _overlap(entries: Mapping[str, Entry]) -> tuple[str, ...]:
     return ()
 
 
-def new_files(arch: Architecture, dtype: str | Mapping[str, str]) -> tuple[Manifest, ...]:
+def new_files(arch: Architecture, dtype: str | Mapping[str, str], others: int = 0) -> tuple[Manifest, ...]:
     """Returns the files of a checkpoint to be written: the tensors in model order, at most FILE_BYTES in each file.
 
     `dtype` is that of the model, or one for each tensor. A larger tensor has a file of its own. One file is called
-    model.safetensors, several are numbered.
+    model.safetensors, several are numbered. `others` is the number of further files.
     """
     whole = stored(arch, dtype)
     placements = _by_storage(whole)
     groups = in_groups(list(whole.storages.values()), FILE_BYTES)
-    names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
-    names = [SINGLE] if len(groups) == 1 else names
+    count = len(groups) + others
+    names = [SINGLE] if count == 1 else [numbered(number, count) for number in range(1, len(groups) + 1)]
     return tuple(
         Manifest(name, {its.name: its for its in group}, tuple(at for its in group for at in placements[its.name]))
         for name, group in zip(names, groups, strict=True)
     )
+
+
+def numbered(number: int, count: int) -> str:
+    """Returns the name of the `number`-th of `count` files."""
+    return f"model-{number:05}-of-{count:05}.safetensors"
 
 
 def new_file(name: str, tensors: Sequence[Storage]) -> Manifest:
