@@ -410,9 +410,7 @@ def _ways(arch: Architecture) -> list[list[tuple[Chunk, ...]]]:
 
 def _chunks(rank: Manifest, renamed: Mapping[str, str], layers: int) -> Iterator[Chunk]:
     """Yields a single rank's parameters as they are stored. `layers` is the number of stacked layers; 0: none are."""
-    placements: dict[str, list[Placement]] = defaultdict(list)
-    for placement in rank.placements:
-        placements[placement.storage].append(placement)
+    placements = rank.by_storage()
     experts: dict[int | None, int] = defaultdict(int)
     for name in rank.storages:
         if (match := IN_LAYER.fullmatch(name)) and (expert := EXPERT.fullmatch(match[2])):
@@ -439,7 +437,7 @@ def _chunks(rank: Manifest, renamed: Mapping[str, str], layers: int) -> Iterator
             layer,
             tuple(
                 Placement(key, (*index, *held.at), (*(None for _ in index), *held.axes), held.box)
-                for held in placements[name]
+                for held in placements.get(name, ())
             ),
         )
 

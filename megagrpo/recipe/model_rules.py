@@ -198,9 +198,7 @@ MODEL_RULES: Rules[Fit] = {
         f.model.experts and f.layout.expert == 1 and f.expert_tensor_differs and f.train.lora is None
     ),
     # Megatron's experts have all of a bias on each of the ranks that share an expert.
-    "expert_tensor_of_biases": lambda f: (
-        f.layout.expert_tensor > 1 and any(getattr(kind.mlp, "bias", False) for kind in f.model.kinds)
-    ),
+    "expert_tensor_of_biases": lambda f: f.layout.expert_tensor > 1 and any(kind.mlp.bias for kind in f.model.kinds),
     "adapters_of_latent_attention": lambda f: f.train.lora and not f.model.adapts,
     "rank_of_adapters": lambda f: (
         f.train.lora and f.model.adapts and f.train.lora.rank > (most := _longest_side(f.model)) and {"most": most}

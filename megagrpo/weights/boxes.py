@@ -143,6 +143,13 @@ class Manifest:
     placements: tuple[Placement, ...]
     fills: tuple[Fill, ...] = ()
 
+    def by_storage(self) -> dict[str, list[Placement]]:
+        """Returns the placements in each storage, in their order. A storage without any is not among them."""
+        placements: dict[str, list[Placement]] = defaultdict(list)
+        for placement in self.placements:
+            placements[placement.storage].append(placement)
+        return dict(placements)
+
 
 @dataclass(frozen=True)
 class HolderClass:

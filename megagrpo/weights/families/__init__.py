@@ -1,7 +1,7 @@
 """The supported models. A family defines once what its config.json means and which tensors its checkpoints hold.
 
-To add a dense decoder: write `families/<name>.py` with a function from the config to an Architecture, and add a line
-to FAMILIES. docs/families.md describes what a new kind of layer needs.
+To add a family: write a function from the config to an Architecture in a file of this folder, and add a row to
+FAMILIES. docs/families.md describes both, and what a new part of a layer needs.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ FAMILIES: dict[str, Family] = {
     "olmo3": Family(olmo.olmo3, olmo.NAMES, sglang=UNCOMPARED),
     "phi3": Family(llama_like.phi3, fuse=fused.everything, sglang=UNCOMPARED),
     "qwen2": Family(llama_like.qwen2),
-    "qwen2_moe": Family(llama_like.qwen2_moe, llama_like.QWEN2_MOE_NAMES, sglang=UNCOMPARED),
+    "qwen2_moe": Family(llama_like.qwen2_moe, llama_like.SHARED_EXPERT_NAMES, sglang=UNCOMPARED),
     "qwen3": Family(llama_like.qwen3, sglang=SglangClass(attention_groups=True, attentions=())),
     "qwen3_5": Family(
         composite.text_of(qwen_next.qwen3_5),
@@ -136,13 +136,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_5_moe": Family(
         composite.text_of(qwen_next.qwen3_5_moe),
-        qwen_next.NAMES + composite.QWEN_NAMES,
+        llama_like.SHARED_EXPERT_NAMES + composite.QWEN_NAMES,
         composite.QWEN_LOADED,
         fuse=qwen_next.fused_whole,
         carried=composite.TOWER,
         sglang=UNCOMPARED,
     ),
-    "qwen3_5_moe_text": Family(qwen_next.qwen3_5_moe, qwen_next.NAMES, fuse=qwen_next.fused_whole, sglang=UNCOMPARED),
+    "qwen3_5_moe_text": Family(
+        qwen_next.qwen3_5_moe, llama_like.SHARED_EXPERT_NAMES, fuse=qwen_next.fused_whole, sglang=UNCOMPARED
+    ),
     "qwen3_5_text": Family(qwen_next.qwen3_5, fuse=qwen_next.fused_whole, sglang=UNCOMPARED),
     "qwen3_moe": Family(
         llama_like.qwen3_moe,
@@ -150,7 +152,9 @@ FAMILIES: dict[str, Family] = {
             attention_groups=True, head_on_every_stage=True, attentions=(), least_experts="tensor / expert"
         ),
     ),
-    "qwen3_next": Family(qwen_next.qwen3_next, qwen_next.NAMES, fuse=qwen_next.fused_by_head, sglang=UNCOMPARED),
+    "qwen3_next": Family(
+        qwen_next.qwen3_next, llama_like.SHARED_EXPERT_NAMES, fuse=qwen_next.fused_by_head, sglang=UNCOMPARED
+    ),
     "seed_oss": Family(llama_like.seed_oss, sglang=UNCOMPARED),
     "smollm3": Family(llama_like.smollm3, sglang=UNCOMPARED),
 }

@@ -7,6 +7,7 @@ No side holds them; `extra_tensors` in sides/checkpoint.py lists them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megagrpo.errors import Problem
@@ -109,32 +110,18 @@ def _experts(read: ConfigReader) -> Experts:
             read.refuse(key, config[key], str(usual))
     if not read.flag("norm_topk_prob", default=True):
         read.refuse("norm_topk_prob", False, "true: weights of the chosen experts that add up to 1")
-    ffn = read.integer("moe_intermediate_size")
-    count = read.integer("n_routed_experts", "num_local_experts", most=EXPERTS_MAX)
-    per_token = read.integer("num_experts_per_tok")
+    experts = read.experts("n_routed_experts", "num_local_experts", ffn="moe_intermediate_size", normalize_top_k=True)
     groups, groups_per_token = read.integer("n_group"), read.integer("topk_group")
-    scale = read.number("routed_scaling_factor", config.get("routed_scaling_factor"))
-    experts = Experts(
-        hidden=read.hidden,
-        experts=count,
-        per_token=per_token,
-        ffn=ffn,
-        normalize_top_k=True,
-        router=SigmoidRouter(groups, groups_per_token, scale),
-        shared_ffn=ffn * read.integer("n_shared_experts", most=EXPERTS_MAX),
-    )
-    if per_token > count:
-        read.refuse("num_experts_per_tok", per_token, f"at most the number of experts, {count}")
-    if per_token == 1:
-        read.refuse("num_experts_per_tok", 1, "at least 2: Megatron does not normalize the weight of a single one")
     if groups != groups_per_token:
-        if count % groups or groups_per_token > groups:
-            read.refuse("n_group", groups, f"a divisor of n_routed_experts = {count}, at least topk_group")
-        elif per_token != 2 * groups_per_token:
+        if experts.experts % groups or groups_per_token > groups:
+            read.refuse("n_group", groups, f"a divisor of n_routed_experts = {experts.experts}, at least topk_group")
+        elif experts.per_token != 2 * groups_per_token:
             # Megatron scores a group by per_token / groups_per_token of its experts, DeepSeek by 2.
-            needed = f"n_group = {groups}, or num_experts_per_tok / 2 = {per_token / 2:g}"
+            needed = f"n_group = {groups}, or num_experts_per_tok / 2 = {experts.per_token / 2:g}"
             read.refuse("topk_group", groups_per_token, needed)
-    return experts
+    router = SigmoidRouter(groups, groups_per_token, read.number("routed_scaling_factor"))
+    shared = experts.ffn * read.integer("n_shared_experts", most=EXPERTS_MAX)
+    return replace(experts, router=router, shared_ffn=shared)
 
 
 def ignored_by_sglang(arch: Architecture) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megagrpo.weights.families.parts.part import Rows, Tensor
+from megagrpo.weights.families.parts.part import Tensor, all_rows
 
 if TYPE_CHECKING:
     from megagrpo.weights.families.architecture import Layer
@@ -25,5 +25,4 @@ def everything(files: ManifestBuilder, layer: Layer, of: LayerTensors) -> None:
 
 def _joined(files: ManifestBuilder, module: str, *tensors: Tensor) -> None:
     prefix, _, suffix = tensors[0].name.rsplit(".", 2)
-    rows = [Rows(tensor, 0, tensor.shape[0]) for tensor in tensors]
-    files.rows(f"{prefix}.{module}.{suffix}", rows, tensors[0].shape[1:])
+    files.rows(f"{prefix}.{module}.{suffix}", map(all_rows, tensors), tensors[0].shape[1:])

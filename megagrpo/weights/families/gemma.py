@@ -31,7 +31,7 @@ def gemma3(config: Mapping[str, Any]) -> Architecture:
     read = ConfigReader(config, 1e6, num_key_value_heads=4, **DEFAULTS)
     read.refuse_if_set("attn_logit_softcapping")  # transformers knows it and ignores it
     full = read.attention(norm="head", scale=_scale(read), rope=read.rope("linear", kind="full_attention"))
-    theta = read.number("rope_local_base_freq", read.config.get("rope_local_base_freq", 1e4))
+    theta = read.number("rope_local_base_freq", 1e4)
     local = replace(full, rope=read.rope("linear", kind="sliding_attention", theta=theta))
     step = read.integer("sliding_window_pattern", default=6)
     attentions = read.windowed(full, lambda layer: (layer + 1) % step != 0, local)
@@ -42,7 +42,7 @@ DEFAULTS = {"head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": True
 
 
 def _scale(read: ConfigReader) -> float:
-    return read.number("query_pre_attn_scalar", read.config.get("query_pre_attn_scalar", 256)) ** -0.5
+    return read.number("query_pre_attn_scalar", 256) ** -0.5
 
 
 def _model(read: ConfigReader, attentions: list[Attention], logit_cap: float | None) -> Architecture:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megagrpo.weights.boxes import Box, Placement, Storage
+from megagrpo.weights.boxes import Placement, Storage
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.families.parts.experts import CLAMPED_ALPHA
 from megagrpo.weights.families.reading import ConfigReader
@@ -26,13 +26,12 @@ def gpt_oss(config: Mapping[str, Any]) -> Architecture:
     read.mxfp4 = True
     if read.flag("attention_bias", default=True) is False:
         read.refuse("attention_bias", False, "true")
-    if (alpha := read.number("swiglu_alpha", read.config.get("swiglu_alpha", CLAMPED_ALPHA))) != CLAMPED_ALPHA:
+    if (alpha := read.number("swiglu_alpha", CLAMPED_ALPHA)) != CLAMPED_ALPHA:
         read.refuse("swiglu_alpha", alpha, str(CLAMPED_ALPHA))
     # num_experts_per_tok and rope_scaling are beside them
     read.config.known |= {"experts_per_token", "initial_context_length"}
     experts = read.experts(ffn="intermediate_size", normalize_top_k=True)
-    limit = read.number("swiglu_limit", read.config.get("swiglu_limit", 7.0))
-    experts = replace(experts, bias=True, clamp=limit)
+    experts = replace(experts, bias=True, clamp=read.number("swiglu_limit", 7.0))
     full = read.attention(bias=True, output_bias=True, sinks=True, rope=read.rope("yarn", absent=ROPE))
     attentions = read.windowed(full, lambda layer: layer % 2 == 0)
     return read.model([read.layer(attention, experts) for attention in attentions])
@@ -48,7 +47,7 @@ def alternating_and_transposed(files: ManifestBuilder, layer: Layer, of: LayerTe
     ):  # fmt: skip
         storage = Storage(prefix + name, (count, *rest, 2), "float32", folded=True)
         places = (
-            _at(storage, (expert, *(0 for _ in rest), column), (None, *axes, None), roles[role + suffix].box)
+            Placement(storage.name, (expert, *(0 for _ in rest), column), (None, *axes, None), roles[role + suffix].box)
             for expert, roles in enumerate(of.experts)
             for column, role in enumerate(pair)
         )
@@ -58,11 +57,7 @@ def alternating_and_transposed(files: ManifestBuilder, layer: Layer, of: LayerTe
     ):  # fmt: skip
         storage = Storage(prefix + name, (count, *shape), "float32")
         places = (
-            _at(storage, (expert, *(0 for _ in shape)), (None, *axes), roles[role].box)
+            Placement(storage.name, (expert, *(0 for _ in shape)), (None, *axes), roles[role].box)
             for expert, roles in enumerate(of.experts)
         )
         files.placed(storage, places)
-
-
-def _at(storage: Storage, at: tuple[int, ...], axes: tuple[int | None, ...], box: Box) -> Placement:
-    return Placement(storage.name, at, axes, box)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from megagrpo.errors import Problem
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.families.parts.attention import Attention, Temperature
+from megagrpo.weights.families.parts.experts import Experts
 from megagrpo.weights.families.reading import ConfigReader
 
 
@@ -59,10 +60,15 @@ def qwen2_moe(config: Mapping[str, Any]) -> Architecture:
     """Reads Qwen2 and Qwen1.5 (`Qwen2MoeForCausalLM`): biases on q, k and v, and a weighted shared expert."""
     read = ConfigReader(config, num_key_value_heads=16, use_sliding_window=False)
     normalize = read.flag("norm_topk_prob")
-    experts = read.experts("num_experts", ffn="moe_intermediate_size", normalize_top_k=normalize)
-    experts = replace(experts, shared_ffn=read.integer("shared_expert_intermediate_size"), shared_weight=True)
+    experts = experts_beside_shared_one(read, normalize)
     attention = read.attention(bias=read.flag("qkv_bias", default=True))
     return read.model([read.layer(attention, mlp) for mlp in read.some_sparse(experts)])
+
+
+def experts_beside_shared_one(read: ConfigReader, normalize_top_k: bool) -> Experts:
+    """Reads experts beside a shared one, whose output has a weight of its own."""
+    experts = read.experts("num_experts", ffn="moe_intermediate_size", normalize_top_k=normalize_top_k)
+    return replace(experts, shared_ffn=read.integer("shared_expert_intermediate_size"), shared_weight=True)
 
 
 def mixtral(config: Mapping[str, Any]) -> Architecture:
@@ -78,7 +84,7 @@ MIXTRAL_NAMES = (
 )  # fmt: skip
 
 
-QWEN2_MOE_NAMES = ((".shared_experts.", ".shared_expert."),)
+SHARED_EXPERT_NAMES = ((".shared_experts.", ".shared_expert."),)
 
 
 def ignored_by_sglangs_mistral(arch: Architecture) -> Iterator[Problem]:
@@ -137,8 +143,7 @@ def granite(config: Mapping[str, Any]) -> Architecture:
     """Reads Granite 3 (`GraniteForCausalLM`): llama, with four factors."""
     read = ConfigReader(config)
     read.refuse_if_set("attention_bias", "mlp_bias")
-    numbers = [read.number(f"{name}", read.config.get(name, 1.0)) for name in GRANITES_FACTORS]
-    embedding, logits, added, scores = numbers
+    embedding, logits, added, scores = (read.number(name, 1.0) for name in GRANITES_FACTORS)
     layer = read.layer(read.attention(scale=scores), read.mlp(), factor=added)
     return replace(read.model([layer] * read.layers), embedding_scale=embedding, logit_scale=1 / logits)
 
@@ -162,7 +167,8 @@ def ministral3(config: Mapping[str, Any]) -> Architecture:
     if isinstance(parameters, Mapping) and (beta := parameters.get("llama_4_scaling_beta")):
         positions = parameters.get("original_max_position_embeddings")
         temperature = Temperature(
-            read.number("llama_4_scaling_beta", beta), int(read.number("original_max_position_embeddings", positions))
+            read.positive("llama_4_scaling_beta", beta),
+            int(read.positive("original_max_position_embeddings", positions)),
         )
     full = read.attention(
         rope=read.rope("yarn", others=MINISTRALS_KEYS, absent=MINISTRALS_ROPE), temperature=temperature

@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.llama_like import experts_beside_shared_one
 from megagrpo.weights.families.parts.attention import Attention
 from megagrpo.weights.families.parts.delta_net import DeltaNet
 from megagrpo.weights.families.parts.experts import Experts
 from megagrpo.weights.families.parts.mlp import Mlp
-from megagrpo.weights.families.parts.part import Rows
+from megagrpo.weights.families.parts.part import Rows, all_rows
 from megagrpo.weights.families.reading import ConfigReader
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from megagrpo.weights.families.parts.part import LayerTensors
     from megagrpo.weights.sides.assembly import ManifestBuilder
 
-NAMES = ((".shared_experts.", ".shared_expert."),)
 MROPE = ("mrope_section", "mrope_interleaved")
 """Keys of rotary embeddings of pictures. Of text, all sections have the same positions."""
 SIZES = (
@@ -32,9 +32,7 @@ def qwen3_next(config: Mapping[str, Any]) -> Architecture:
     """Reads Qwen3-Next (`Qwen3NextForCausalLM`), with experts in most layers."""
     read = ConfigReader(config, num_key_value_heads=2, head_dim=256)
     normalize = read.flag("norm_topk_prob", default=True)
-    experts = read.experts("num_experts", ffn="moe_intermediate_size", normalize_top_k=normalize)
-    experts = replace(experts, shared_ffn=read.integer("shared_expert_intermediate_size"), shared_weight=True)
-    return _model(read, read.some_sparse(experts))
+    return _model(read, read.some_sparse(experts_beside_shared_one(read, normalize)))
 
 
 def qwen3_5(config: Mapping[str, Any]) -> Architecture:
@@ -46,8 +44,7 @@ def qwen3_5(config: Mapping[str, Any]) -> Architecture:
 def qwen3_5_moe(config: Mapping[str, Any]) -> Architecture:
     """Reads Qwen3.5 and 3.6 (`Qwen3_5MoeForCausalLM`), with experts in all layers."""
     read = ConfigReader(config, num_key_value_heads=2, head_dim=256)
-    experts = read.experts("num_experts", ffn="moe_intermediate_size", normalize_top_k=True)
-    experts = replace(experts, shared_ffn=read.integer("shared_expert_intermediate_size"), shared_weight=True)
+    experts = experts_beside_shared_one(read, normalize_top_k=True)
     read.config.known.add("intermediate_size")  # of no layer
     return _model(read, [experts] * read.layers)
 
@@ -88,7 +85,7 @@ def fused_whole(files: ManifestBuilder, layer: Layer, of: LayerTensors) -> None:
     """Adds Qwen3.5's fused projections: q_proj by head, in_proj_qkv whole."""
     part = layer.attention
     if isinstance(part, DeltaNet):
-        rows = [Rows(of.roles[f"delta_{name}"], 0, of.roles[f"delta_{name}"].shape[0]) for name in "qkv"]
+        rows = [all_rows(of.roles[f"delta_{name}"]) for name in "qkv"]
         files.rows(_prefix(of, "delta_q", "in_proj_q.weight") + "in_proj_qkv.weight", rows, (part.hidden,))
     _shared(files, layer, of)
 
@@ -97,7 +94,7 @@ def _shared(files: ManifestBuilder, layer: Layer, of: LayerTensors) -> None:
     """Adds the tensors that both fuse in the same way: the convolution, or queries with their gates by head."""
     part = layer.attention
     if isinstance(part, DeltaNet):
-        rows = [Rows(of.roles[f"conv_{name}"], 0, of.roles[f"conv_{name}"].shape[0]) for name in "qkv"]
+        rows = [all_rows(of.roles[f"conv_{name}"]) for name in "qkv"]
         files.rows(_prefix(of, "conv_q", "conv_q.weight") + "conv1d.weight", rows, (1, part.kernel))
     elif isinstance(part, Attention):
         dim = part.head_dim

@@ -122,16 +122,21 @@ class ConfigReader:
             return 1
         return value
 
-    def number(self, name: str, value: object) -> float:
+    def positive(self, name: str, value: object) -> float:
+        """Returns the value, which errors call `name`, as a number above 0."""
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= NUMBER_MAX:
             self.refuse(name, value, f"a number above 0, of at most {NUMBER_MAX:g}")
             return 1.0
         return float(value)
 
+    def number(self, name: str, default: float | None = None) -> float:
+        """Returns the value of a key as a number above 0. `default` is that of an absent key, but not of a null."""
+        return self.positive(name, self.config.get(name, default))
+
     def optional(self, name: str, default: float | None = None) -> float | None:
         """Returns a number above 0, or None for a null."""
         value = self.config.get(name, default)
-        return None if value is None else self.number(name, value)
+        return None if value is None else self.positive(name, value)
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.config.get(name, default)
@@ -185,9 +190,9 @@ class ConfigReader:
             inside, outside = parameters.get(name), self.config.get(name)
             if None not in (inside, outside) and inside != outside:
                 self.refuse(f"{key}.{name} and {name}", [inside, outside], "the same in both places")
-        theta = self.number("rope_theta", parameters.get("rope_theta", self.config.get("rope_theta", start.theta)))
+        theta = self.positive("rope_theta", parameters.get("rope_theta", self.config.get("rope_theta", start.theta)))
         partial = "partial_rotary_factor"
-        part = self.number(partial, parameters.get(partial, self.config.get(partial, start.part)))
+        part = self.positive(partial, parameters.get(partial, self.config.get(partial, start.part)))
         if (start.part == 1.0 != part and "longrope" not in scalings) or part > 1:
             self.refuse(partial, part, "1.0 (all of head_dim is rotated)")
         rope = replace(start, theta=theta, part=part)
@@ -200,37 +205,37 @@ class ConfigReader:
             self.refuse(f"{key}.rope_type", scaling, f"default or {' or '.join(scalings)}")
             return rope
         if scaling == "linear":
-            return replace(rope, linear=self.number(f"{key}.factor", parameters.get("factor")))
-        positions = int(self.number(f"{key}.{original}", parameters.get(original, self.config.get(original))))
+            return replace(rope, linear=self.positive(f"{key}.factor", parameters.get("factor")))
+        positions = int(self.positive(f"{key}.{original}", parameters.get(original, self.config.get(original))))
         if positions < 1:
             self.refuse(f"{key}.{original}", parameters.get(original), "a number of tokens")
             return rope
         if scaling == "longrope":
             return replace(rope, long=self._long(key, parameters, positions))
-        factor = self.number(f"{key}.factor", parameters.get("factor"))
+        factor = self.positive(f"{key}.factor", parameters.get("factor"))
         if scaling == "yarn":
             return replace(rope, yarn=self._yarn(key, parameters, factor, positions))
         return replace(
             rope,
             factor=factor,
-            low_freq_factor=self.number(f"{key}.low_freq_factor", parameters.get("low_freq_factor")),
-            high_freq_factor=self.number(f"{key}.high_freq_factor", parameters.get("high_freq_factor")),
+            low_freq_factor=self.positive(f"{key}.low_freq_factor", parameters.get("low_freq_factor")),
+            high_freq_factor=self.positive(f"{key}.high_freq_factor", parameters.get("high_freq_factor")),
             original_max_positions=positions,
         )
 
     def _yarn(self, key: str, parameters: Mapping[str, Any], factor: float, positions: int) -> Yarn:
-        fast = self.number(f"{key}.beta_fast", parameters.get("beta_fast") or 32)
-        slow = self.number(f"{key}.beta_slow", parameters.get("beta_slow") or 1)
+        fast = self.positive(f"{key}.beta_fast", parameters.get("beta_fast") or 32)
+        slow = self.positive(f"{key}.beta_slow", parameters.get("beta_slow") or 1)
         if not isinstance(truncate := parameters.get("truncate", True), bool):
             self.refuse(f"{key}.truncate", truncate, "true or false")
         magnitude = parameters.get("attention_factor")
         if magnitude is not None:
-            magnitude = self.number(f"{key}.attention_factor", magnitude)
+            magnitude = self.positive(f"{key}.attention_factor", magnitude)
         magnitudes = [parameters.get("mscale"), parameters.get("mscale_all_dim")]
         if not any(magnitudes):
             return Yarn(factor, positions, fast, slow, magnitude=magnitude, truncate=truncate)
         mscale, all_dim = (
-            self.number(f"{key}.{name}", value)
+            self.positive(f"{key}.{name}", value)
             for name, value in zip(("mscale", "mscale_all_dim"), magnitudes, strict=True)
         )
         return Yarn(factor, positions, fast, slow, mscale, all_dim, magnitude, truncate)
@@ -239,7 +244,7 @@ class ConfigReader:
         if parameters.get("attention_factor") is not None:
             self.refuse(f"{key}.attention_factor", parameters["attention_factor"], "absent: it follows from factor")
         longest = self.integer("max_position_embeddings")
-        factor = self.number(f"{key}.factor", parameters.get("factor") or longest / positions)
+        factor = self.positive(f"{key}.factor", parameters.get("factor") or longest / positions)
         sets = []
         for name in ("short_factor", "long_factor"):
             given = parameters.get(name)
@@ -332,7 +337,7 @@ class ConfigReader:
             hidden=self.hidden,
             vocab=self.integer("vocab_size"),
             max_positions=self.integer("max_position_embeddings"),
-            norm_epsilon=self.number("rms_norm_eps", self.config.get("rms_norm_eps", 1e-6)),
+            norm_epsilon=self.number("rms_norm_eps", 1e-6),
             tied_embeddings=self.flag("tie_word_embeddings"),
             layers=tuple(layers),
         )

@@ -97,11 +97,8 @@ def adapted_linears(arch: Architecture, base: Manifest, targets: Collection[str]
     """
     tensors = {tensor.name: tensor for tensor in tensors_of(arch)}
     siblings = {(t.role, t.layer, t.expert): t for t in tensors.values()}
-    in_storage: dict[str, list[Placement]] = {}
-    for placement in base.placements:
-        in_storage.setdefault(placement.storage, []).append(placement)
     linears = []
-    for storage, placements in in_storage.items():
+    for storage, placements in base.by_storage().items():
         first = tensors[placements[0].box.tensor]
         fused = next((roles for roles in FUSED if first.role in roles), ())
         of_linear = (siblings.get((role, first.layer, first.expert)) for role in fused if TARGETS[role] in targets)

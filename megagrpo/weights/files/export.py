@@ -139,10 +139,8 @@ def _write_carried(path: Path, carried: Carried) -> None:
     at, header = 0, dict[str, Any](__metadata__={"format": "pt"})
     for name, (_, entry) in carried.items():
         header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [at, at := at + entry.bytes]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     with path.open("wb") as into:
-        into.write(len(text).to_bytes(8, "little") + text)
+        into.write(checkpoint.encoded(header))
         for origin, entry in carried.values():
             with origin.open("rb") as opened:
                 opened.seek(entry.begin)

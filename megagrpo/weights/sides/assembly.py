@@ -10,7 +10,7 @@ from functools import lru_cache
 from megagrpo.weights.boxes import Box, Fill, Manifest, Placement, Storage
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.families.parts.part import LayerTensors, Role, Roles, Rows, Tensor
+from megagrpo.weights.families.parts.part import LayerTensors, Role, Roles, Rows, Tensor, all_rows
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,6 @@ def tensors_by_role(arch: Architecture) -> ModelTensors:
             experts[tensor.layer][tensor.expert][tensor.role] = tensor
     sorted_experts = (tuple(layer[index] for index in sorted(layer)) for layer in experts)
     return ModelTensors(model, tuple(map(LayerTensors, layers, sorted_experts)))
-
-
-def all_rows(tensor: Tensor) -> Rows:
-    return Rows(tensor, 0, tensor.shape[0])
 
 
 def shard(tensor: Tensor, index: int, shards: int) -> Rows:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -17,9 +16,9 @@ from megagrpo.weights.blocks import SCALE_SUFFIX, scale_shape
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement, Storage, in_groups
 from megagrpo.weights.families import FAMILIES, read_architecture, renamed, tensors_of
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.families.parts.part import LayerTensors
+from megagrpo.weights.families.parts.part import LayerTensors, all_rows
 from megagrpo.weights.families.reading import json_object, read_json, refuse_pointer
-from megagrpo.weights.sides.assembly import ManifestBuilder, all_rows, tensors_by_role
+from megagrpo.weights.sides.assembly import ManifestBuilder, tensors_by_role
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -180,16 +179,9 @@ def _known(arch: Architecture) -> tuple[dict[str, list[Placement]], dict[str, St
     parts: dict[str, list[Placement]] = {}
     storages: dict[str, Storage] = {}
     for manifest in (transformers_manifest(arch, "float32"), stored(arch, "float32")):
-        parts |= _by_storage(manifest)
+        parts |= manifest.by_storage()
         storages |= manifest.storages
     return parts, storages
-
-
-def _by_storage(manifest: Manifest) -> dict[str, list[Placement]]:
-    placements: dict[str, list[Placement]] = defaultdict(list)
-    for placement in manifest.placements:
-        placements[placement.storage].append(placement)
-    return placements
 
 
 def transformers_manifest(arch: Architecture, dtype: str, holder: str = "transformers") -> Manifest:
@@ -217,7 +209,7 @@ def stored(arch: Architecture, dtype: str | Mapping[str, str], *, stacked: bool 
         if stacked and tensors.experts and not FAMILIES[arch.family].stacks:
             _stack(builder, tensors)
     fused = builder.build()
-    placements, storages = _by_storage(fused), dict[str, Storage]()
+    placements, storages = fused.by_storage(), dict[str, Storage]()
     storage_of = {its.box.tensor: its.storage for its in fused.placements}
     for tensor in tensors_of(arch):
         name = storage_of.get(tensor.name, tensor.name)
@@ -357,7 +349,7 @@ def new_files(arch: Architecture, dtype: str | Mapping[str, str], others: int = 
     model.safetensors, several are numbered. `others` is the number of further files.
     """
     whole = stored(arch, dtype)
-    placements = _by_storage(whole)
+    placements = whole.by_storage()
     groups = in_groups(list(whole.storages.values()), FILE_BYTES)
     count = len(groups) + others
     names = [SINGLE] if count == 1 else [numbered(number, count) for number in range(1, len(groups) + 1)]
@@ -391,11 +383,16 @@ def header_of(file: Manifest) -> tuple[bytes, dict[str, Entry]]:
             "data_offsets": [offset, end],
         }
         offset = end
-    text = json.dumps(header, separators=(",", ":")).encode("utf-8")
-    text += b" " * (-len(text) % 8)
-    begin = 8 + len(text)
+    start = encoded(header)
     entries = {
-        name: Entry(names[storage.dtype], storage.shape, *(begin + at for at in header[name]["data_offsets"]))
+        name: Entry(names[storage.dtype], storage.shape, *(len(start) + at for at in header[name]["data_offsets"]))
         for name, storage in file.storages.items()
     }
-    return len(text).to_bytes(8, "little") + text, entries
+    return start, entries
+
+
+def encoded(header: Mapping[str, Any]) -> bytes:
+    """Returns a safetensors file's first bytes: the size of its header, and the header, padded to 8 bytes."""
+    text = json.dumps(header, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

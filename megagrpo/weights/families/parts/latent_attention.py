@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megagrpo.weights.families.parts.attention import Rope
-from megagrpo.weights.families.parts.part import Divided, LayerTensors, LayerWork, Pass, Rows, Tensor, Unmet
+from megagrpo.weights.families.parts.part import Divided, LayerTensors, LayerWork, Pass, Tensor, Unmet, all_rows
 
 if TYPE_CHECKING:
     from megagrpo.weights.sides.megatron_rank import LayerOnRank
@@ -119,7 +119,7 @@ class LatentAttention:
         """Adds the projections down whole, fused if queries have one, and the projections up, cut by heads."""
         roles = of.roles
         if "q_down" in roles:
-            down = [Rows(roles[role], 0, roles[role].shape[0]) for role in ("q_down", "kv_down")]
+            down = [all_rows(roles[role]) for role in ("q_down", "kv_down")]
             rank.rows(down, ("q_a_proj", "fused_qkv_a_proj_with_mqa"))
         else:
             rank.whole(roles["kv_down"])

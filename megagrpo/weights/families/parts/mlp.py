@@ -25,6 +25,7 @@ class Mlp:
     activation: Activation = "silu"
 
     experts = per_token = 0
+    bias = False
     gathers = True
     """Tensor ranks gather its input, and scatter its output."""
     recomputed_as = "mlp"

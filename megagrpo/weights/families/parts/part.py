@@ -69,6 +69,10 @@ class Rows:
     count: int
 
 
+def all_rows(tensor: Tensor) -> Rows:
+    return Rows(tensor, 0, tensor.shape[0])
+
+
 # --- sizes and costs --------------------------------------------------------------------------------------------------
 
 
