@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import transformers
 
+from megagrpo.weights.families import FAMILIES
+
 # 131 is prime: every tensor size but 1 pads the vocabulary. 4 layers divide over 2 stages with 2 chunks each.
 DIMENSIONS: dict[str, Any] = {
     "vocab_size": 131,
@@ -122,7 +124,16 @@ TINY_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1": ("Dots1Config", {"head_dim": 16, "sliding_window": None} | SIGMOID_EXPERTS | ONE_GROUP),
     "ernie4_5": ("Ernie4_5Config", {"head_dim": 16}),
     "exaone4": ("Exaone4Config", {"head_dim": 16, "sliding_window": 8}),
-    "gemma2": ("Gemma2Config", {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 20}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "head_dim": 16,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 0.3,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
     "gemma3_text": (
         "Gemma3TextConfig",
         {
@@ -225,11 +236,14 @@ TINY_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
 }  # fmt: skip
 WITH_EXPERTS = ("qwen3_moe", "deepseek_v3", "mixtral")
-LIKE = {"kimi_k2": "deepseek_v3"}
+LIKE = {family: its.known_as for family, its in FAMILIES.items() if its.known_as}
 """Families whose model_type transformers does not know, and those that they are to it."""
 USUAL_FAMILIES = ("llama", "mistral", "qwen2", "qwen2_tied", "qwen3", *WITH_EXPERTS)
 """Families that the tests of whole paths have: the others differ from them in the parts of their layers."""
-OTHER_FAMILIES = [family for family in TINY_FAMILIES if family not in USUAL_FAMILIES]
+COMPOSITES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""Models with a vision tower, and the families of their text models."""
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 48}
+OTHER_FAMILIES = [family for family in [*TINY_FAMILIES, *COMPOSITES] if family not in USUAL_FAMILIES]
 
 
 def make_model(family: str, directory: str | Path, *, seed: int = 0, **changes: Any) -> Path:
@@ -243,9 +257,14 @@ def make_model(family: str, directory: str | Path, *, seed: int = 0, **changes: 
     marker = directory / "tiny_model.json"
     if marker.exists() and json.loads(marker.read_text()) == json.loads(json.dumps(wanted)):
         return directory
-    class_name, own = TINY_FAMILIES[family]
-    config = getattr(transformers, class_name)(**(DIMENSIONS | own | changes))
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    class_name, own = TINY_FAMILIES[COMPOSITES.get(family, family)]
+    config, kind = getattr(transformers, class_name)(**(DIMENSIONS | own | changes)), transformers.AutoModelForCausalLM
+    if family in COMPOSITES:
+        text = {key: value for key, value in config.to_dict().items() if key != "attn_implementation"}
+        tied = text["tie_word_embeddings"]
+        class_of, kind = transformers.CONFIG_MAPPING[family], transformers.AutoModelForImageTextToText
+        config = class_of(text_config=text, vision_config=VISION, tie_word_embeddings=tied)
+    model = kind.from_config(config, dtype=torch.float32)
     randomize(model, seed)
     model.save_pretrained(directory)
     if family in LIKE:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megagrpo.errors import EngineError, MegagrpoError, ModelError, Problem
 from megagrpo.rollout.decoding import Record, decode
@@ -18,7 +19,8 @@ from megagrpo.tokenizer import end_tokens, load_tokenizer, response_texts
 from megagrpo.types import Request, Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.digest import digests
-from megagrpo.weights.families import read_architecture
+from megagrpo.weights.families import FAMILIES, read_architecture
+from megagrpo.weights.families.reading import read_json
 from megagrpo.weights.plan import WeightPlan, require_own
 from megagrpo.weights.sides.checkpoint import transformers_manifest
 from megagrpo.weights.transport.choice import Channel, open_receiver
@@ -43,7 +45,7 @@ class TransformersEngine(Engine):
         torch.set_num_threads(spec.threads)
         architecture, dtype = read_architecture(spec.model_directory), spec.dtype
         self._manifest = transformers_manifest(architecture, dtype, holder=f"{spec.name} rank 0")
-        self._model: Any = _load_model(spec.model_directory, spec.device, dtype)
+        self._model: Any = load_model(spec.model_directory, spec.device, dtype)
         self._tokenizer: Any = load_tokenizer(spec.tokenizer_directory)
         self._stops = end_tokens(spec.model_directory, self._tokenizer)
         self._requests_at_once = spec.recipe.rollout.kind.requests_at_once(spec.recipe)
@@ -221,11 +223,14 @@ def _batches(requests: Mapping[int, tuple[Request, Done]], at_once: int) -> list
     return batches
 
 
-def _load_model(directory: str, device: str, dtype: str) -> Any:
+def load_model(directory: str, device: str, dtype: str) -> Any:
     """Loads a model with torch's attention, or transformers' own if that lacks what the model's has, such as sinks."""
+    config = read_json(Path(directory) / "config.json")
+    known_as = FAMILIES[config.pop("model_type")].known_as
+    own = {} if known_as is None else {"config": AutoConfig.for_model(known_as, **config)}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch_dtype(dtype), output_loading_info=True
+            directory, dtype=torch_dtype(dtype), output_loading_info=True, **own
         )
     except (OSError, ValueError) as error:
         raise ModelError(Problem(f"{directory}: transformers cannot load the model", given=str(error))) from error

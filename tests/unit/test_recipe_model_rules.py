@@ -22,6 +22,10 @@ LATENT: dict[str, Any] = {
     "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 6, "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
 }  # fmt: skip
+LONGROPE: dict[str, Any] = {
+    "model_type": "phi3", "original_max_position_embeddings": 40,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1], "long_factor": [2.0, 2.3]},
+}  # fmt: skip
 SPLIT_HEADS = {"num_attention_heads": 6, "hidden_size": 24}
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     *(
@@ -55,6 +59,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
         )
     ),
     ("rollout.response_tokens_max", "rollout.response_tokens_max=49", {}, "at most 64"),
+    ("rollout.response_tokens_max", "rollout.response_tokens_max=25", LONGROPE, "at most 40, the model's original_max"),
     ("eval.response_tokens_max", f"{EVAL} eval.response_tokens_max=49", {}, "16 + 49 = 65"),
     ("eval.sets.main.response_tokens_max", f"{EVAL} eval.sets.main.response_tokens_max=49", {}, "16 + 49 = 65"),
     ("rollout.stop_token_ids", "rollout.stop_token_ids=[5,31,32]", {}, "31, 32"),

@@ -17,7 +17,6 @@ from megagrpo.rollout.transformers_engine import TransformersEngine
 from megagrpo.tokenizer import end_tokens
 from megagrpo.types import Request, Sample, SamplingParams
 from tests.rollout_engines import END, generate, model_directory, request, start_engine
-from tests.tiny_models import USUAL_FAMILIES
 
 PROMPTS = [[5], [9, 8, 3, 1, 2], [4, 4, 4], list(range(20, 37)), [100, 3]]
 LONG_TAIL = SamplingParams(max_tokens=24, temperature=1.3, stop_tokens=tuple(range(8, 20)))
@@ -43,18 +42,6 @@ def many_requests(samples: int = 6, sampling: SamplingParams = LONG_TAIL) -> lis
 
 def tokens_of(samples: Sequence[Sample]) -> list[list[int]]:
     return [sample.tokens.tolist() for sample in samples]
-
-
-@pytest.mark.parametrize("family", USUAL_FAMILIES)
-def test_greedy_responses_and_logprobs_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    path = model_directory(family, tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    greedy = SamplingParams(max_tokens=12, temperature=0.0)
-    samples = generate(start_engine(path), [request(prompt, greedy) for prompt in PROMPTS])
-    for prompt, sample in zip(PROMPTS, samples, strict=True):
-        expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)
-        assert sample.tokens.tolist() == expected[0, len(prompt) :].tolist()
-        assert_logprobs(model, prompt, sample, temperature=1.0)
 
 
 def test_the_head_gets_the_last_columns_of_prompts_in_one_piece(engine: TransformersEngine) -> None:

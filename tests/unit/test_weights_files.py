@@ -16,15 +16,18 @@ from safetensors.torch import load_file, save_file
 
 from megagrpo.errors import CheckpointError, ModelError
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.rollout.transformers_engine import load_model
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files import loading
 from megagrpo.weights.files.export import begin_export, finish_export
+from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import checkpoint
-from megagrpo.weights.sides.checkpoint import PROBLEMS_MAX, extra_tensors
+from megagrpo.weights.sides.checkpoint import PROBLEMS_MAX, extra_tensors, transformers_manifest
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
+from megagrpo.weights.views import model_tensors
 from tests.safetensors_files import LARGE, assert_same_files, in_fp8, saved, stack_experts, with_tensors
-from tests.tiny_models import OTHER_FAMILIES, USUAL_FAMILIES, make_model
-from tests.weight_streams import assert_equal, loaded, manifests, through_ranks
+from tests.tiny_models import COMPOSITES, OTHER_FAMILIES, TINY_FAMILIES, USUAL_FAMILIES, make_model
+from tests.weight_streams import assert_equal, carry_out, loaded, manifests, through_ranks
 from tests.weights_oracle import Tensors, held_by_ranks
 
 LAYOUTS = [
@@ -72,6 +75,16 @@ def test_the_files_of_every_family_come_out_of_ranks_as_they_went_in(family: str
     for number, layout in enumerate(layouts):
         through_ranks(model, tmp_path / str(number), layout)
         assert_same_files(model, tmp_path / str(number))
+
+
+@pytest.mark.parametrize("family", [*TINY_FAMILIES, *COMPOSITES])
+def test_ranks_send_the_embedded_engine_the_weights_that_it_loads_from_the_files(family: str, models: Path) -> None:
+    model = make_model(family, models / family)
+    arch, engine = read_architecture(model), load_model(str(model), "cpu", "float32")
+    layout = ParallelLayout(tensor=2, data=2, expert=2) if arch.experts else ParallelLayout(tensor=2)
+    held, of_engine = manifests(arch, layout), transformers_manifest(arch, "float32")
+    [sent] = carry_out(make_plan(held, [of_engine]), loaded(model, held))
+    assert_equal(sent, model_tensors(engine, of_engine))
 
 
 @pytest.mark.parametrize("dtype_of_ranks", ["float32", "bfloat16"])

@@ -57,6 +57,8 @@ class Family:
     """Parts of the names of Architecture.tensors that are others in published files, on all sides."""
     in_transformers: tuple[tuple[str, str], ...] = ()
     """Parts of names in published files that are others in a model that transformers has loaded."""
+    known_as: str | None = None
+    """The model_type by which transformers loads the files, if it does not know the family's own."""
     fuse: Callable[[ManifestBuilder, Layer, LayerTensors], None] = lambda *_: None
     """Adds the tensors of a layer's files that hold several of its tensors (sides/assembly.py)."""
     stacks: bool = False
@@ -104,7 +106,7 @@ FAMILIES: dict[str, Family] = {
         sglang=UNCOMPARED,
     ),
     "granite": Family(llama_like.granite, sglang=UNCOMPARED),
-    "kimi_k2": Family(deepseek_like.deepseek_v3, sglang=UNCOMPARED),
+    "kimi_k2": Family(deepseek_like.deepseek_v3, known_as="deepseek_v3", sglang=UNCOMPARED),
     "llama": Family(llama_like.llama, sglang=SglangClass(head_on_every_stage=True)),
     "minimax_m2": Family(
         minimax.minimax_m2, minimax.NAMES, in_transformers=((".block_sparse_moe.", ".mlp."),), sglang=UNCOMPARED
