@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,12 +33,12 @@ from megagrpo.convert.targets import HuggingFaceTarget
 from megagrpo.errors import ModelError, Problem, UnusableCheckpointError, brief, first_line
 from megagrpo.recipe.schema import LoraConfig
 from megagrpo.weights.boxes import Box, Placement
-from megagrpo.weights.families.parts.part import Tensor
+from megagrpo.weights.families import FAMILIES, renamed
 from megagrpo.weights.families.reading import read_json
 from megagrpo.weights.files.adapters import PREFIX, SUFFIX_A, SUFFIX_B, key_a, key_b, merged
 from megagrpo.weights.files.export import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from megagrpo.weights.files.loading import read_region
-from megagrpo.weights.sides.checkpoint import DTYPES, read_header
+from megagrpo.weights.sides.checkpoint import DTYPES, read_header, stored
 from megagrpo.weights.views import torch_dtype
 
 PLAIN_INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -59,21 +60,22 @@ class Adapter:
     scales: Mapping[str, float]
     read: RegionReader
 
-    def check(self, tensors: tuple[Tensor, ...]) -> None:
-        """Raises ModelError for a tensor that belongs to no matrix of the model, or has another size than it needs."""
-        shapes = {tensor.name: tensor.shape for tensor in tensors if len(tensor.shape) == 2}
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises ModelError for a tensor that belongs to none of these matrices, or has another size than it needs."""
         needed: dict[str, tuple[int, ...]] = {}
         for matrix, (out, inputs) in shapes.items():
             if key_a(matrix) in self.shapes:
                 rank = self.shapes[key_a(matrix)][0]
                 needed |= {key_a(matrix): (rank, inputs), key_b(matrix): (out, rank)}
-        problems = []
+        example = key_a(next(name for name in shapes if ".layers." in name))
+        problems, fix = [], f"an adapter of this model, with names such as {example}"
         for key in sorted(self.shapes.keys() | needed.keys()):
             given = str(list(self.shapes[key])) if key in self.shapes else "no such tensor"
             if key not in needed:
-                problems.append(Problem(f"{self.path}: {key}", given, "A and B of a matrix of the model, nothing else"))
+                all_of = "A and B of a matrix of the model, nothing else"
+                problems.append(Problem(f"{self.path}: {key}", given, all_of, fix))
             elif needed[key] != self.shapes.get(key):
-                problems.append(Problem(f"{self.path}: {key}", given, str(list(needed[key]))))
+                problems.append(Problem(f"{self.path}: {key}", given, str(list(needed[key])), fix))
         if problems:
             raise ModelError(problems)
 
@@ -103,21 +105,33 @@ def _merged_source(source: Source, adapter: Adapter, dtype: str | None) -> Sourc
 
     Only the result is rounded: a matrix is read in a dtype no narrower than what is stored or wanted.
     """
-    adapter.check(source.tensors)
+    files, pairs = stored(source.architecture, source.dtypes), FAMILIES[source.architecture.family].in_transformers
+    matrices = {name: its.shape for name, its in files.storages.items() if len(its.shape) == 2}
+    adapter.check({renamed(name, pairs): shape for name, shape in matrices.items()} | matrices)
+    adapted = [
+        (placement, name)
+        for placement in files.placements
+        for name in {placement.storage, renamed(placement.storage, pairs)} & adapter.scales.keys()
+    ]
     dtypes = dict(source.dtypes)
-    for name in adapter.scales if dtype is not None else ():
-        wide = torch.promote_types(torch_dtype(dtypes[name]), torch_dtype(str(dtype)))
-        dtypes[name] = str(wide).removeprefix("torch.")
+    for tensor in {placement.box.tensor for placement, _ in adapted} if dtype is not None else ():
+        wide = torch.promote_types(torch_dtype(dtypes[tensor]), torch_dtype(str(dtype)))
+        dtypes[tensor] = str(wide).removeprefix("torch.")
     plain = replace(source, dtypes=dtypes, files=source.files + adapter.files)
 
-    def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        (row, column), (rows, columns), rank = start, shape, adapter.shapes[key_a(name)][0]
-        a = adapter.read(key_a(name), (0, column), (rank, columns))
-        b = adapter.read(key_b(name), (row, 0), (rows, rank))
-        return merged(plain.read(Box(name, start, shape)), a, b, adapter.scales[name])
+    def reader(placement: Placement, matrix: str) -> RegionReader:
+        def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+            (row, column), (rows, columns), rank = start, shape, adapter.shapes[key_a(matrix)][0]
+            a = adapter.read(key_a(matrix), (0, column), (rank, columns))
+            b = adapter.read(key_b(matrix), (row, 0), (rows, rank))
+            first = tuple(low + s - at for low, s, at in zip(placement.box.start, start, placement.at, strict=True))
+            return merged(plain.read(Box(placement.box.tensor, first, shape)), a, b, adapter.scales[matrix])
 
-    adapted = [tensor.box for tensor in source.tensors if tensor.name in adapter.scales]
-    held = {box.tensor: [(Placement.whole(box), read)] for box in adapted}
+        return read
+
+    held: dict[str, list[tuple[Placement, RegionReader]]] = defaultdict(list)
+    for placement, matrix in adapted:
+        held[placement.box.tensor].append((placement, reader(placement, matrix)))
     return replace(plain, held={**source.held, **held})
 
 

@@ -28,6 +28,7 @@ from megagrpo.recipe.schema.run import ConsoleMode
 from megagrpo.track.jsonl import finite
 from megagrpo.track.status import SCORE, HeldOut, RunStatus, held_out_scores, newest_checkpoint
 from megagrpo.track.trackers import trackers_of
+from megagrpo.weights.families import read_architecture
 
 STEPS_SHOWN = 12
 STEPS_OF_PACE = 20  # last steps whose pace predicts the time left
@@ -329,8 +330,9 @@ def _next(
     if exported is not None and evaluates:
         yield "evaluate", ("megagrpo", "eval", str(directory), "--recipe", written)
     if exported is not None:
-        to = ("--output", str(directory / "torch_dist"))
-        yield "for Megatron-LM", ("megagrpo", "convert", "hf-to-megatron", "--source", str(exported), *to)
+        if read_architecture(exported).only_local is None:
+            to = ("--output", str(directory / "torch_dist"))
+            yield "for Megatron-LM", ("megagrpo", "convert", "hf-to-megatron", "--source", str(exported), *to)
     elif saved is not None:
         to = ("--output", str(directory / f"{saved.name}_hugging_face"))
         yield "as a model", ("megagrpo", "convert", "megatron-to-hf", "--source", str(saved), *to)

@@ -15,6 +15,7 @@ from megagrpo.checkpoint.store import CheckpointStore, SavedFile
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.convert.targets import to_hugging_face, to_megatron
 from megagrpo.convert.verify import verify
+from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import process
 from megagrpo.megatron.config import transformer_config
@@ -31,7 +32,7 @@ from tests.distributed.step_ranks import export, on_ranks, save, sft_steps
 from tests.distributed.test_parity_logits import MICROBATCHES, assemble, references
 from tests.rank_group import run_ranks
 from tests.safetensors_files import assert_same_files
-from tests.tiny_models import USUAL_FAMILIES, WITH_EXPERTS
+from tests.tiny_models import COMPOSITES, TINY_FAMILIES, USUAL_FAMILIES
 
 # The row with most kinds of cuts in every test run; the others, which cost as much each, in the long one.
 IN_TURN = [
@@ -41,10 +42,20 @@ IN_TURN = [
 ]
 
 
+MEGATRONS: dict[str, dict[str, Any]] = {
+    family: {"rms_norm_eps": 1e-6} if family in ("kimi_k2", "glm4_moe_lite") else {}
+    for family in (
+        *USUAL_FAMILIES, "dots1", "glm4_moe_lite", "kimi_k2", "phi3", "qwen2_moe", "qwen3_moe_mixed", "seed_oss",
+    )
+}  # fmt: skip
+"""Families whose parts Megatron-LM has, and changes of their configs: its norms of latents have one epsilon."""
+
+
 def layout_and_models(name: str, tiny: Tiny) -> tuple[ParallelLayout, list[Path]]:
     """A row for families with experts, or for all of them at once where it does not share experts out."""
-    layout = ROWS[name].of("qwen3_moe")
-    return layout, [tiny(family) for family in (USUAL_FAMILIES if layout.expert == 1 else WITH_EXPERTS)]
+    layout, families = ROWS[name].of("qwen3_moe"), USUAL_FAMILIES if name == IN_TURN[0] else MEGATRONS
+    models = [tiny(family, **MEGATRONS[family]) for family in families]
+    return layout, [model for model in models if layout.expert == 1 or read_architecture(model).experts]
 
 
 @pytest.mark.parametrize("name", IN_TURN)
@@ -85,6 +96,33 @@ def test_a_training_checkpoint_is_converted_as_the_run_would_export_it(family: s
     assert verify(exported, model).differences
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("experts", [False, True])
+def test_every_family_comes_back_from_training_checkpoints_and_from_torch_dist(
+    experts: bool, tiny: Tiny, tmp_path: Path
+) -> None:
+    models = {family: tiny(family, **MEGATRONS.get(family, {})) for family in [*TINY_FAMILIES, *COMPOSITES]}
+    models = {family: model for family, model in models.items() if (read_architecture(model).experts > 0) == experts}
+    stores = {family: CheckpointStore(tmp_path / family, keep_last=1) for family in models}
+    cases = [(model, stores[family].begin(4)) for family, model in models.items()]
+    layout = ParallelLayout(tensor=2, pipeline=2, expert=2 if experts else 1)
+    by_rank = run_ranks(layout.ranks, save_states, cases, layout)
+    for number, (family, model) in enumerate(models.items()):
+        state = TrainerState(4, weight_version=5, data_cursor={}, recipe={"model": {"path": str(model)}})
+        stores[family].commit(state, [file for files in by_rank for file in files[number]])
+        run, torch_dist = tmp_path / family, tmp_path / f"{family}.megatron"
+        to_hugging_face(run, tmp_path / f"{family}.hf")
+        assert_same_files(model, tmp_path / f"{family}.hf")
+        assert not verify(model, run).differences
+        if lacking := read_architecture(model).only_local:
+            with pytest.raises(ModelError, match=lacking):
+                to_megatron(run, torch_dist)
+            continue
+        to_megatron(run, torch_dist)
+        to_hugging_face(torch_dist, tmp_path / f"{family}.back")
+        assert_same_files(model, tmp_path / f"{family}.back")
+
+
 # --- on ranks ---------------------------------------------------------------------------------------------------------
 
 
@@ -108,6 +146,21 @@ def save_torch_dist(cases: list[tuple[Path, Path]], layout: ParallelLayout, dtyp
             iteration.mkdir(parents=True)
         torch.distributed.barrier()
         dist_checkpointing.save(sharded(chunks) | {"iteration": 7}, str(iteration))
+
+
+def save_states(cases: list[tuple[Path, Path]], layout: ParallelLayout) -> list[tuple[SavedFile, ...]]:
+    """Loads each model and saves a training state of it in the given directory. Returns the files of each."""
+    process.start_parallel(layout, seed=1)
+    saved = []
+    for directory, into in cases:
+        model = load_model(directory, layout)
+        model.take_snapshot()
+        files, contents = model.snapshot.write(into, "")
+        of_ranks: list[Any] = [None] * layout.ranks
+        torch.distributed.all_gather_object(of_ranks, contents)
+        first = torch.distributed.get_rank() == 0
+        saved.append((files, *(model.snapshot.finish(into, "", of_ranks) if first else ())))
+    return saved
 
 
 def save_and_export(

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from megagrpo.convert import targets
 from megagrpo.convert.merge_lora import merge_lora, open_adapter
 from megagrpo.errors import EXIT_USER_ERROR, CheckpointError, ModelError
-from tests.safetensors_files import ADAPTED, saved, write_peft
+from tests.safetensors_files import ADAPTED, assert_same_files, saved, write_peft
 from tests.tiny_models import make_model
 
 Merged = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -74,6 +74,41 @@ def test_peft_scales(model: Path, tmp_path: Path) -> None:
     adapter = write_peft(tmp_path / "adapter", model, use_rslora=True, alpha_pattern={"layers.1.*": 3, "down_proj": 5})
     merge_lora(model, adapter, tmp_path / "merged")
     assert_merged(tmp_path / "merged", exactly_merged(model, adapter, {ADAPTED[0]: 4.0, ADAPTED[1]: 1.5}))
+
+
+@pytest.mark.parametrize(
+    ("family", "modules"),
+    [
+        ("gemma3_text", ("self_attn.q_proj", "mlp.down_proj")),
+        ("olmo2", ("self_attn.o_proj",)),
+        ("minimax_m2", ("self_attn.k_proj", "block_sparse_moe.experts.1.w2")),
+        ("phi3", ("self_attn.qkv_proj", "mlp.gate_up_proj")),
+        ("glm4", ("self_attn.v_proj", "mlp.gate_up_proj")),
+        ("qwen3_next", ("self_attn.q_proj", "mlp.shared_expert.up_proj")),
+        ("qwen3_5_text", ("self_attn.q_proj", "mlp.gate_proj")),
+    ],
+)
+def test_adapters_of_matrices_that_the_files_name_or_fuse_in_their_own_way_are_merged(
+    family: str, modules: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = make_model(family, tmp_path / "model")
+    names = tuple(f"model.layers.3.{module}" for module in modules)
+    adapter = write_peft(tmp_path / "adapter", model, names)
+    merge_lora(model, adapter, tmp_path / "merged")
+    assert_merged(tmp_path / "merged", exactly_merged(model, adapter, dict.fromkeys(names, 2.0)))
+
+
+def test_adapters_of_a_composite_may_have_the_names_of_its_text_model_alone(tmp_path: Path) -> None:
+    model, text = (make_model(family, tmp_path / family) for family in ("qwen3_5", "qwen3_5_text"))
+    adapter = write_peft(tmp_path / "adapter", text, ("model.layers.1.mlp.up_proj",))
+    merge_lora(model, adapter, tmp_path / "short")
+    tensors = saved(adapter).items()
+    longer = {name.replace("model.layers", "model.language_model.layers"): tensor for name, tensor in tensors}
+    save_file(longer, adapter / "adapter_model.safetensors")
+    merge_lora(model, adapter, tmp_path / "long")
+    assert_same_files(tmp_path / "short", tmp_path / "long")
+    module = "model.language_model.layers.1.mlp.up_proj"
+    assert_merged(tmp_path / "long", exactly_merged(model, adapter, {module: 2.0}))
 
 
 ADAPTED_DOWN = "base_model.model.model.layers.1.mlp.down_proj.lora_{}.weight"

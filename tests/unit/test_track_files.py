@@ -28,7 +28,7 @@ from megagrpo.track.metrics import UndocumentedMetric, documented, undocumented
 from megagrpo.track.status import only_process_of, read_status
 from megagrpo.track.tracker import Tracker
 from tests.small_disk import MountedDisk
-from tests.tiny_run import tracked_recipe
+from tests.tiny_run import CONFIG, tracked_recipe
 from tools.metric_docs import written
 
 
@@ -114,6 +114,17 @@ def test_a_run_directory_tells_what_was_run_and_the_last_lines_how_to_go_on(
     places = summary_of(tracked_recipe(tmp_path, mlflow={}), status).places
     assert places["MLflow"] == f"mlflow ui --backend-store-uri sqlite:///{tmp_path}/runs/mlflow.db"
     assert f"megagrpo train {directory}/recipe.yaml train.total_steps=2\n" in said
+
+
+def test_only_models_that_megatron_lm_has_parts_for_are_offered_to_it(tmp_path: Path) -> None:
+    with Tracker(tracked_recipe(tmp_path), 1) as tracker:
+        tracker.log(1, {"reward/mean": 0.5})
+    (exported := tmp_path / "runs" / "adder" / "hugging_face").mkdir()
+    status = read_status(tmp_path / "runs" / "adder")
+    for family, offered in ({"model_type": "qwen2"}, True), ({"model_type": "ernie4_5"}, False):
+        (exported / "config.json").write_text(json.dumps(CONFIG | family))
+        assert status is not None
+        assert ("for Megatron-LM" in summary_of(tracked_recipe(tmp_path), status).after) == offered
 
 
 def test_what_one_command_prints_is_no_setting_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
