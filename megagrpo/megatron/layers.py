@@ -174,9 +174,11 @@ class Added(torch.nn.Module):
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
         def add(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
             output, bias = output_and_bias
-            output = output if bias is None else output + bias
-            output = self.norm(output) if hasattr(self, "norm") else output
-            return residual + (output if self.factor == 1 else output * self.factor)
+            # Megatron enables gradients here, in passes without them as well: norms would keep their inputs.
+            with torch.set_grad_enabled(output.requires_grad):
+                output = output if bias is None else output + bias
+                output = self.norm(output) if hasattr(self, "norm") else output
+                return residual + (output if self.factor == 1 else output * self.factor)
 
         return add
 

@@ -17,7 +17,7 @@ from megagrpo.plan.activations import RankPass, passes_in_flight
 from megagrpo.plan.parameters import stages
 from megagrpo.recipe import schema
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.families.parts import DeltaNet
+from megagrpo.weights.families.parts import DeltaNet, Mlp, Norms
 from tests.distributed import activation_ranks
 from tests.distributed.layouts import soak
 from tests.rank_group import run_ranks
@@ -42,6 +42,10 @@ def _changed(**attention: Any) -> Architecture:
 
 GATED = _changed(gate=True)
 WINDOWS, CAPPED = _changed(window=64), _changed(score_cap=30.0)
+OUTPUTS, SQUARED = (
+    replace(DENSE, layers=(replace(DENSE.layers[0], **changes),) * 4)
+    for changes in ({"norms": Norms(192, outputs=True)}, {"mlp": Mlp(192, 480, activation="relu2")})
+)
 DELTA = replace(
     GATED, layers=(replace(GATED.layers[0], attention=DeltaNet(192, 4, 8, 16, 24, 4)),) * 3 + GATED.layers[:1]
 )
@@ -77,6 +81,7 @@ CASES = [
     Case("experts", EXPERTS),
     Case("latent attention", LATENT),
     Case("delta nets", DELTA),
+    Case("norms of outputs", OUTPUTS),
     Case("tensor", DENSE, {"tensor": 2}),
     Case("context", DENSE, {"context": 2}, lengths=(768,)),
     Case("virtual pipeline", DENSE, {"pipeline": 2, "virtual_pipeline": 2}, microbatches=4),
@@ -98,6 +103,8 @@ LONG = [
     Case("gates of attention, bfloat16", GATED, dtype="bfloat16"),
     Case("windows", WINDOWS),
     Case("capped scores", CAPPED),
+    Case("norms of outputs, bfloat16", OUTPUTS, {"tensor": 2}, dtype="bfloat16"),
+    Case("squared ReLU", SQUARED),
 ]
 SOAK = [
     Case("dense, selective", DENSE, recompute="selective"),

@@ -92,6 +92,5 @@ class Mlp:
 
     def forward_bytes(self, its: Pass) -> int:
         """Returns the bytes of a pass without gradients. With adapters: the product, the adapter's, and their sum."""
-        if its.adapters:
-            return 6 * its.tokens * self.ffn // its.layout.tensor * its.element_bytes
-        return self.kept_bytes(its)
+        product = its.tokens * self.ffn // its.layout.tensor * its.element_bytes
+        return 6 * product if its.adapters else max(3 * product, self.kept_bytes(its))
