@@ -246,6 +246,16 @@ VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2
 OTHER_FAMILIES = [family for family in [*TINY_FAMILIES, *COMPOSITES] if family not in USUAL_FAMILIES]
 
 
+def config_of(family: str, **changes: Any) -> transformers.PretrainedConfig:
+    """The config of a tiny model; `changes` replace fields of it, or of its text model's."""
+    if family in COMPOSITES:
+        text = config_of(COMPOSITES[family], **changes).to_dict()
+        tied = text["tie_word_embeddings"]
+        return transformers.CONFIG_MAPPING[family](text_config=text, vision_config=VISION, tie_word_embeddings=tied)
+    class_name, own = TINY_FAMILIES[family]
+    return getattr(transformers, class_name)(**(DIMENSIONS | own | changes))
+
+
 def make_model(family: str, directory: str | Path, *, seed: int = 0, **changes: Any) -> Path:
     """Save a random model of `family` to `directory` (config.json and safetensors, float32) and return the path.
 
@@ -257,13 +267,9 @@ def make_model(family: str, directory: str | Path, *, seed: int = 0, **changes: 
     marker = directory / "tiny_model.json"
     if marker.exists() and json.loads(marker.read_text()) == json.loads(json.dumps(wanted)):
         return directory
-    class_name, own = TINY_FAMILIES[COMPOSITES.get(family, family)]
-    config, kind = getattr(transformers, class_name)(**(DIMENSIONS | own | changes)), transformers.AutoModelForCausalLM
-    if family in COMPOSITES:
-        text = {key: value for key, value in config.to_dict().items() if key != "attn_implementation"}
-        tied = text["tie_word_embeddings"]
-        class_of, kind = transformers.CONFIG_MAPPING[family], transformers.AutoModelForImageTextToText
-        config = class_of(text_config=text, vision_config=VISION, tie_word_embeddings=tied)
+    composite = family in COMPOSITES
+    kind = transformers.AutoModelForImageTextToText if composite else transformers.AutoModelForCausalLM
+    config = config_of(family, **changes)
     model = kind.from_config(config, dtype=torch.float32)
     randomize(model, seed)
     model.save_pretrained(directory)

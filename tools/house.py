@@ -33,7 +33,7 @@ BUDGETS = {
     ("weights",): 8_190,
     ("megatron",): 4_372,
     ("layout", "batching", "algorithm"): 2_730,
-    ("checkpoint", "convert"): 2_281,
+    ("checkpoint", "convert"): 2_316,
     ("rollout",): 3_353,
     ("cluster",): 3_348,
     ("trainer", "evaluation"): 4_241,
@@ -44,13 +44,13 @@ BUDGETS = {
     ("agents",): 5_099,
     ("track", "report"): 4_703,
     ("importing",): 2_914,
-    ("commands", "processes", ""): 2_545,
+    ("commands", "processes", ""): 2_552,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=329),
-    "tests": Limits(lines=53_398, lines_of_file=600, files=None),
+    "tests": Limits(lines=53_418, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (15, 6), "A metric's walk": (5, 3)}

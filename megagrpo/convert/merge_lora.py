@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from megagrpo.checkpoint.store import RANK
 from megagrpo.checkpoint.torch_dist import TorchCheckpoint
-from megagrpo.convert.job import Converted, convert
+from megagrpo.convert.job import Converted
 from megagrpo.convert.source import (
     MAIN_WEIGHTS,
     RegionReader,
@@ -29,7 +29,7 @@ from megagrpo.convert.source import (
     trainer_state,
     training_checkpoint,
 )
-from megagrpo.convert.targets import HuggingFaceTarget
+from megagrpo.convert.targets import write_hugging_face
 from megagrpo.errors import ModelError, Problem, UnusableCheckpointError, brief, first_line
 from megagrpo.recipe.schema import LoraConfig
 from megagrpo.weights.boxes import Box, Placement
@@ -97,7 +97,7 @@ def merge_lora(
     adapter = open_adapter(adapter_path)
     source = _merged_source(open_source(path, model), adapter, dtype)
     options = str(adapter.path), json.dumps(dict(adapter.scales), sort_keys=True)
-    return convert(source, output, HuggingFaceTarget, dtype, "merged", *options, overwrite=overwrite)
+    return write_hugging_face(source, output, dtype, "merged", *options, overwrite=overwrite)
 
 
 def _merged_source(source: Source, adapter: Adapter, dtype: str | None) -> Source:

@@ -53,8 +53,14 @@ def to_hugging_face(
     `model`: a Hugging Face directory with the config, if the checkpoint has none. `dtype`: a Storage's; None keeps
     that of each tensor. Raises ModelError or CheckpointError; `output` is as it was then.
     """
-    source = open_source(path, model)
-    return convert(source, output, HuggingFaceTarget, dtype, "hugging face", overwrite=overwrite)
+    return write_hugging_face(open_source(path, model), output, dtype, "hugging face", overwrite=overwrite)
+
+
+def write_hugging_face(source: Source, output: Path, dtype: str | None, *options: str, overwrite: bool) -> Converted:
+    """Writes a model directory as `convert` does. Carried tensors are in it, and so are not left out."""
+    done = convert(source, output, HuggingFaceTarget, dtype, *options, overwrite=overwrite)
+    carried = checkpoint.carried_tensors(source.model_directory, source.architecture)
+    return replace(done, left_out=tuple(name for name in done.left_out if name not in carried))
 
 
 class HuggingFaceTarget(Target):
@@ -114,7 +120,8 @@ def to_megatron(
     Raises ModelError for parts that Megatron-LM's GPT model does not have."""
     source = open_source(path, model)
     if (lacking := source.architecture.only_local) is not None:
-        given, fix = f"{lacking}: a part of megagrpo's own", "convert to Hugging Face (megagrpo convert megatron-to-hf)"
+        given = f"{lacking}: a part of megagrpo's own"
+        fix = "use the model in Hugging Face's format (of a training checkpoint: megagrpo convert megatron-to-hf)"
         raise ModelError(Problem(f"{path}: {source.architecture.family}", given, "parts that Megatron-LM has", fix))
     return convert(source, output, MegatronTarget, dtype, "megatron", overwrite=overwrite)
 

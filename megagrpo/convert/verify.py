@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megagrpo.convert.source import CONFIG, Source, open_source
 from megagrpo.progress import progress
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.parts.part import Tensor
+from megagrpo.weights.sides.checkpoint import Entry, carried_tensors
 from megagrpo.weights.views import torch_dtype
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -34,7 +36,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of `verify`. `left_out`: tensors that one side stores and the model does not have, by checkpoint."""
+    """The result of `verify`. `left_out`: tensors outside of the model that only one side stores, by checkpoint."""
 
     tensors: int
     bytes: int
@@ -67,8 +69,34 @@ def verify(first: Path, second: Path, *, model: Path | None = None, dtype: str |
             else:
                 differences += _compare(left, right, tensor, dtype, work.advance)
     differences += [Difference(name, f"only in {second}") for name in shapes]
-    left_out = tuple((side.directory, side.left_out) for side in (left, right) if side.left_out)
-    return Comparison(len(left.tensors), total, tuple(differences), left_out)
+    carried = _carried(left), _carried(right)
+    both = carried[0].keys() & carried[1].keys()
+    differences += [
+        Difference(name, "copies that differ, of a tensor that is not trained")
+        for name in sorted(both)
+        if not _same_bytes(*(side[name] for side in carried))
+    ]
+    others = ((side.directory, tuple(name for name in side.left_out if name not in both)) for side in (left, right))
+    found = len(left.tensors) + len(both), total + sum(carried[0][name][1].bytes for name in both)
+    return Comparison(*found, tuple(differences), tuple((directory, names) for directory, names in others if names))
+
+
+def _carried(source: Source) -> Mapping[str, tuple[Path, Entry]]:
+    """Returns the tensors outside of the model that a Hugging Face directory has for its exports."""
+    of_model = source.directory == source.model_directory
+    return carried_tensors(source.directory, source.architecture) if of_model else {}
+
+
+def _same_bytes(left: tuple[Path, Entry], right: tuple[Path, Entry]) -> bool:
+    """Returns whether two tensors of files have the same dtype, shape and bits."""
+    (first, mine), (second, theirs) = left, right
+    if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
+        return False
+    with first.open("rb") as one, second.open("rb") as other:
+        one.seek(mine.begin)
+        other.seek(theirs.begin)
+        sizes = (min(PIECE_BYTES, mine.bytes - at) for at in range(0, mine.bytes, PIECE_BYTES))
+        return all(one.read(size) == other.read(size) for size in sizes)
 
 
 def _open(path: Path, other: Path, model: Path | None) -> Source:

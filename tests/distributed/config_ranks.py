@@ -21,7 +21,7 @@ from megagrpo.recipe.schema import TrainConfig
 from megagrpo.weights.families import architecture_of
 from megagrpo.weights.families.architecture import Architecture
 from tests.distributed.parity_ranks import logits_of_chunks
-from tests.tiny_models import DIMENSIONS, LIKE, TINY_FAMILIES, randomize
+from tests.tiny_models import DIMENSIONS, LIKE, config_of, randomize
 
 Config = dict[str, Any]
 TOKENS = torch.randint(0, DIMENSIONS["vocab_size"], (1, 40), generator=torch.Generator().manual_seed(3))
@@ -120,15 +120,14 @@ class Start:
 def readings(family: str) -> tuple[int, list[str]]:
     """The number of cases, and what is wrong in some: neither transformers' logits nor a refusal that names the key."""
     process.start_parallel(ParallelLayout(), seed=1)
-    name, own = TINY_FAMILIES[family]
-    kind = getattr(transformers, name)
-    config, whole = (json.loads(kind(**(DIMENSIONS | own)).to_json_string(use_diff=diff)) for diff in (True, False))
+    made = config_of(family)
+    config, whole = (json.loads(made.to_json_string(use_diff=diff)) for diff in (True, False))
     if family in LIKE:
         config["model_type"] = family
     config.pop("attn_implementation", None)
-    model = transformers_model(kind, config)
+    model = transformers_model(type(made), config)
     randomize(model, 0)
-    start = Start(kind, config, model.state_dict(), logits_of(model))
+    start = Start(type(made), config, model.state_dict(), logits_of(model))
     cases = list(changes(config, whole))
     faults = ((key, value, start.fault(key, changed)) for key, value, changed in cases)
     return len(cases), [f"{key} = {value}: {fault}" for key, value, fault in faults if fault]
@@ -138,7 +137,7 @@ def changes(config: Config, whole: Config) -> Iterator[tuple[str, object, Config
     """Every key dropped, changed or null, and others added: key, value, changed config."""
     for key, value in changes_of_keys(config, whole, ADDED):
         yield key, value, with_key(config, key, value)
-    ropes = config.get("rope_parameters") or whole["rope_parameters"] or {}
+    ropes = config.get("rope_parameters") or whole.get("rope_parameters") or {}
     by_kind = [kind for kind, its in ropes.items() if isinstance(its, dict)]
     for kind in by_kind:
         yield f"rope_parameters.{kind}", DROPPED, config | {"rope_parameters": with_key(ropes, kind, DROPPED)}

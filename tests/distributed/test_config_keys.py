@@ -6,11 +6,11 @@ import pytest
 
 from tests.distributed.config_ranks import readings
 from tests.rank_group import run_ranks
-from tests.tiny_models import TINY_FAMILIES
+from tests.tiny_models import COMPOSITES, TINY_FAMILIES
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("family", [*TINY_FAMILIES, *COMPOSITES])
 def test_a_changed_key_is_read_as_by_transformers_or_refused_by_name(family: str) -> None:
     ((cases, wrong),) = run_ranks(1, readings, family)
     print(f"{family}: {cases} cases")

@@ -106,3 +106,18 @@ def test_a_checkpoint_without_a_config_is_read_with_that_of_the_other(model: Pat
     assert not verify(iteration, model).differences
     assert not verify(model, iteration).differences
     assert json.loads((tmp_path / "elsewhere" / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_copies_of_tensors_that_are_not_trained_are_compared_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, name = make_model("qwen3_5", tmp_path / "model"), "model.visual.pos_embed.weight"
+    assert not to_hugging_face(model, tmp_path / "copy").left_out
+    assert cli.main(["convert", "verify", str(model), str(tmp_path / "copy")]) == 0
+    assert "not compared" not in capsys.readouterr().out
+    tensors = saved(model)
+    tensors[name].view(torch.int32)[0, 3] ^= 1
+    other = with_tensors(model, tmp_path / "other", tensors)
+    assert [difference.tensor for difference in verify(model, other).differences] == [name]
+    assert cli.main(["convert", "verify", str(model), str(other)]) == 1
+    assert f"{name}: copies that differ" in capsys.readouterr().out
