@@ -49,7 +49,7 @@ def plan(args: argparse.Namespace) -> int:
         run_directory=args.calibrate,
         unchecked=ready.unchecked,
         epoch_rows=ready.epoch_rows,
-        agent=ready.agent,
+        found=ready.found,
         critic=read_architecture(ready.critic_directory) if ready.critic_directory else None,
     )
     cannot_run = impossible(planned)

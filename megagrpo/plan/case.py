@@ -12,7 +12,7 @@ from megagrpo.errors import Problem, RecipeError
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, rank_grid
 from megagrpo.plan.assumptions import Assumptions, Lengths, lengths_of
 from megagrpo.recipe.defaults import DevicePlan, dtype_name, plan_devices, train_config
-from megagrpo.recipe.kernels import Capability, Installed, attention_of, layers_on
+from megagrpo.recipe.kernels import Attention, Capability, Installed, Layers, attention_of, layers_on
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.section import table_beside
 from megagrpo.weights.boxes import ITEM_BYTES
@@ -177,12 +177,24 @@ class Case:
             return train.layer_spec == "transformer_engine"
         return self.auto_is_fused
 
-    @cached_property
+    @property
     def auto_is_fused(self) -> bool:
         """Returns whether transformer-engine's layers have a fused attention on these GPUs."""
-        card = self.gpus.gpu.capability if self.gpus else GPUS["H100"].capability
-        model = attention_of(self.architecture, train_config(self.recipe), half=self.item_bytes == 2)
-        return layers_on(card, Installed(transformer_engine=True), model).spec == "transformer_engine"
+        return self.auto_layers.spec == "transformer_engine"
+
+    @property
+    def card(self) -> Capability:
+        return self.gpus.gpu.capability if self.gpus else GPUS["H100"].capability
+
+    @cached_property
+    def demands(self) -> Attention:
+        """Returns the demands of the model's attention and the recipe's options on kernels."""
+        return attention_of(self.architecture, train_config(self.recipe), half=self.item_bytes == 2)
+
+    @cached_property
+    def auto_layers(self) -> Layers:
+        """Returns the layers that `layer_spec: auto` takes, adapters aside."""
+        return layers_on(self.card, Installed(transformer_engine=True), self.demands)
 
     @property
     def item_bytes(self) -> int:

@@ -89,7 +89,7 @@ class SequenceCache:
 
 def cache_of(layers: Mapping[Layer, int], ranks: int, element_bytes: int) -> SequenceCache:
     """Returns what each of `ranks` ranks caches in so many layers of each kind (sglang/srt/model_executor/
-    pool_configurator.py, _compute_cell_size). transformers caches the same."""
+    pool_configurator.py, _compute_cell_size), as transformers does. SGLang frees few tokens beyond a window."""
     token, windows, states = 0, [], 0
     for attention, count in ((kind.attention, count) for kind, count in layers.items()):
         size = count * attention.cached_elements(ranks) * element_bytes

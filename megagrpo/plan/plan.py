@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from megagrpo.errors import Problem, ReportError
 from megagrpo.layout.parallel import layers_of_stages
-from megagrpo.plan.assumptions import Assumptions, assumptions_from
+from megagrpo.plan.assumptions import Assumptions, assumptions_from, longest_sequence
 from megagrpo.plan.case import Case, machines_of
 from megagrpo.plan.engine import EngineMemory
 from megagrpo.plan.memory import DeviceMemory, memory
@@ -22,6 +22,7 @@ from megagrpo.plan.schedules import SYNC, ScheduleTime, Work, compared, schedule
 from megagrpo.plan.time import Sampling, StepTime, step_time
 from megagrpo.plan.units import byte_text, second_text
 from megagrpo.recipe.defaults import checkpoint_directory, run_directory, total_steps
+from megagrpo.recipe.kernels import local_kernels
 from megagrpo.recipe.load import load_any
 from megagrpo.recipe.schema import AnyRecipe, EntryConfig, Recipe, SftRecipe
 from megagrpo.weights.families import read_architecture
@@ -80,7 +81,7 @@ class Plan(Case):
     origins: Mapping[str, str] = field(default_factory=dict)  # of assumptions, where they are not defaults
     calibrated: bool = False
     unchecked: tuple[str, ...] = ()  # what was not on this machine
-    agent: Mapping[str, str] = field(default_factory=dict)  # lines of the summary that preflight has found
+    found: Mapping[str, str] = field(default_factory=dict)  # lines of the summary that preflight has found
 
     @property
     def noun(self) -> str:
@@ -151,11 +152,11 @@ def plan_of(
     unchecked: Collection[str] = (),
     critic: Architecture | None = None,
     epoch_rows: int | None = None,
-    agent: Mapping[str, str] = MappingProxyType({}),
+    found: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
     """Returns the plan of a recipe whose rules hold. `given` are assumptions as NAME=VALUE; `run_directory` calibrates
     them; `critic` is the model of algorithm.critic.path, if it is another; `epoch_rows` are the rows counted in
-    data.train; `agent` has lines about its agent, by name.
+    data.train; `found` has lines of the summary, by name.
 
     Raises RecipeError for an unknown GPU or a wrong assumption, ReportError for a run without measurements.
     """
@@ -163,7 +164,7 @@ def plan_of(
     if assumptions.epoch_rows is None and epoch_rows is not None:
         assumptions, origins["epoch_rows"] = replace(assumptions, epoch_rows=epoch_rows), "counted"
     machines = machines_of(recipe, assumptions)
-    plan = Plan(recipe, architecture, machines, assumptions, critic, unchecked=tuple(unchecked), agent=agent)
+    plan = Plan(recipe, architecture, machines, assumptions, critic, unchecked=tuple(unchecked), found=found)
     names = {text.partition("=")[0].strip() for text in given}
     if run_directory is not None:
         before, measured = vars(assumptions), vars(calibrated(plan, run_directory))
@@ -304,6 +305,8 @@ def _summary(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "model", f"{architecture.family} of {_count(parameters)} parameters{active}, from {recipe.model.path}"
     yield "ranks", _ranks(recipe, architecture)
     yield "layers", _layers(recipe, architecture)
+    if plan.device == "cuda":
+        yield "kernels", _kernels(plan)
     yield "vocabulary", f"{architecture.vocab}{padding}, {padded // tensor} on each tensor rank"
     yield from _of_sft(recipe, epoch_rows) if isinstance(recipe, SftRecipe) else _of_grpo(recipe, epoch_rows)
     yield "checkpoints", f"every {recipe.checkpoint.every_steps} steps, in {checkpoint_directory(recipe)}"
@@ -316,7 +319,7 @@ def _summary(plan: Plan) -> Iterator[tuple[str, str]]:
             f"{byte_text(read)} read once, by the training ranks; engines begin without weights, which {spared}",
         )
     yield from _of_agent(plan)
-    yield from plan.agent.items()
+    yield from plan.found.items()
 
 
 def _of_grpo(recipe: Recipe, epoch_rows: float | None) -> Iterator[tuple[str, str]]:
@@ -400,6 +403,23 @@ def _layers(recipe: AnyRecipe, architecture: Architecture) -> str:
     middle = f", {between[0]} on each in between" if between else ""
     in_chunks = f", each in {chunks} chunks" if chunks > 1 else ""
     return f"{layers}, {first} on the first pipeline stage{middle}, {last} on the last{in_chunks}"
+
+
+def _kernels(plan: Plan) -> str:
+    """Returns the layers of training ranks and what computes their attention, with the reason for local layers."""
+    train, auto = plan.recipe.train, plan.auto_layers
+    if plan.fused_layers:
+        kernel = auto.kernel if plan.auto_is_fused else "no fused kernel, all scores are kept"
+        return f"Transformer Engine's layers: {kernel}"
+    why = "train.lora" if train.lora is not None else "layer_spec: local" if train.layer_spec == "local" else auto.why
+    kernels: dict[str, list[str]] = {}
+    longest = longest_sequence(plan.recipe)
+    for name, kernel in local_kernels(plan.card, plan.architecture, plan.demands, longest).items():
+        kernels.setdefault(kernel, []).append(name)
+    texts = [f"{' and '.join(names)}: {kernel}" for kernel, names in kernels.items()]
+    if plan.architecture.experts:
+        texts.append("experts: one after another, as if they were grouped in the seconds below")
+    return "; ".join([f"Megatron's local layers ({why})", *texts])
 
 
 def _epochs(recipe: AnyRecipe, rows: float | None, what: str) -> str:

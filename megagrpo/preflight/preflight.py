@@ -38,7 +38,7 @@ from megagrpo.section import broken_rules, problem
 from megagrpo.track.jsonl import leaves
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.sides.checkpoint import extra_tensors, manifests
+from megagrpo.weights.sides.checkpoint import carried_tensors, extra_tensors, manifests, not_trained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +56,7 @@ class Preflight(Generic[Kind]):
     unchecked: tuple[str, ...] = ()  # parts that are not on this machine, or not loaded
     epoch_rows: int | None = None  # rows of data.train, with over-long ones; None unless a plan counts them
     reward_models: Mapping[str, Path] = field(default_factory=dict)  # directories of reward.models, by name
-    agent: Mapping[str, str] = field(default_factory=dict)  # lines about the agent for a plan, by name
+    found: Mapping[str, str] = field(default_factory=dict)  # lines for a plan, by name
     console: ConsoleMode | None = None  # the command's choice; None: the recipe's
 
 
@@ -76,7 +76,7 @@ class Checking:
     absent: Sequence[str] = ()  # data that may be on the cluster
     critic: Path | None = None
     reward_models: Mapping[str, Path] = field(default_factory=dict)
-    agent: Mapping[str, str] = field(default_factory=dict)
+    found: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
 
@@ -100,7 +100,11 @@ class Checking:
         self.architecture = read_architecture(self.model)
         self.has_files = not self.plan_only or Path(self.recipe.model.path).is_dir()
         has_weights = self.has_files and self.weights_too and manifests(self.model)
-        if has_weights and (more := extra_tensors(self.model)):
+        if not has_weights:
+            return
+        if carried := carried_tensors(self.model, self.architecture):
+            self.found["not trained"] = not_trained(carried)
+        if more := [name for name in extra_tensors(self.model) if name not in carried]:
             unloaded = f"{len(more)} tensors of its files, which are not of the model or loaded: {brief(more)}"
             self.unchecked.append(unloaded)
 
@@ -130,7 +134,7 @@ class Checking:
     def find_agent(self) -> Sequence[Problem]:
         agent = check_agent(self.recipe, self.templates, self.plan_only)
         self.unchecked += agent.unchecked
-        self.agent = agent.lines
+        self.found |= agent.lines
         return agent.problems
 
     def find_reward_models(self) -> None:
@@ -143,7 +147,7 @@ class Checking:
         if self.problems or not (self.model and self.architecture and self.tokenizer):
             raise PreflightError(self.problems)
         checked = self.recipe, self.architecture, self.model, self.tokenizer, self.critic
-        return Preflight(*checked, tuple(self.unchecked), epoch_rows, self.reward_models, self.agent)
+        return Preflight(*checked, tuple(self.unchecked), epoch_rows, self.reward_models, self.found)
 
 
 Check = tuple[Callable[[Checking], object], Callable[[Checking], Iterable[Problem] | None]]

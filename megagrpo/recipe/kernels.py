@@ -8,7 +8,7 @@ Training ranks hide flash-attn 4 from it (megatron/model.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Literal
@@ -122,6 +122,17 @@ def torch_kernel(card: Capability, model: Attention) -> str:
     if model.half and card >= (8, 0) and model.context == 1 and model.key_dim == model.value_dim <= 256:
         return "torch's flash attention"
     return "torch's memory-efficient attention"
+
+
+def local_kernels(card: Capability, arch: Architecture, model: Attention, longest: int) -> dict[str, str]:
+    """Returns what computes each kind of attention in Megatron's local layers, for sequences of `longest` tokens.
+    `model` has the recipe's demands."""
+    kernels = {}
+    for part in (kind.attention for kind in arch.kinds):
+        name, own = part.core(model.context, longest)
+        heads = replace(model, key_dim=part.head_dim, value_dim=part.value_dim)
+        kernels[name] = own or torch_kernel(card, heads)
+    return kernels
 
 
 def _cudnn(card: Capability, model: Attention) -> bool:

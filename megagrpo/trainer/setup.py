@@ -120,7 +120,7 @@ class Setup(Generic[Kind, AnyItem]):
         write_counts(mixtures, run_directory(recipe))
         critic = read_architecture(checked.critic_directory) if checked.critic_directory else None
         with suppress(RecipeError):  # of GPUs that are unknown to plans
-            planned = plan_of(recipe, checked.architecture, critic=critic, agent=checked.agent)
+            planned = plan_of(recipe, checked.architecture, critic=critic, found=checked.found)
             (run_directory(recipe) / PLAN_FILE).write_text(plan_json(planned) + "\n", encoding="utf-8")
         noun = "prompts" if isinstance(recipe, Recipe) else "examples"
         lines = [line for mixture in mixtures.values() for line in mixture.lines(noun)]

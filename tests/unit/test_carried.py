@@ -33,6 +33,7 @@ CARRIED = {
     "qwen3_5": ("model.visual.patch_embed.proj.weight", "mtp.fc.weight"),
     "glm4_moe": ("model.layers.2.eh_proj.weight", "model.layers.2.mlp.experts.0.up_proj.weight"),
 }
+NAMED = {"qwen3_5": ("model.visual.* (0.0 MiB)", "mtp.* (0.0 MiB)"), "glm4_moe": ("model.layers.2.* (0.0 MiB)",)}
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -54,6 +55,10 @@ def test_a_conversion_keeps_every_tensor_of_the_files(tmp_path: Path, family: st
     index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == tensors.keys()
     assert index["metadata"]["total_size"] == sum(its.nbytes for its in tensors.values())
+    told = (tmp_path / "export" / "README.md").read_text()
+    assert told.startswith("Not trained: 2 tensors of the model's files, which exports copy: ")
+    assert all(name in told for name in NAMED[family])
+    assert "do not speculate with them" in told
 
 
 def test_unknown_keys_of_a_composite_config_are_refused() -> None:

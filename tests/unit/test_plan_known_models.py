@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megagrpo.batching.work import work_of
 from megagrpo.cli import main
@@ -21,7 +24,7 @@ from megagrpo.plan.parameters import (
     total_parameters,
 )
 from megagrpo.preflight.preflight import preflight
-from megagrpo.recipe.kernels import Installed, attention_of, layers_on
+from megagrpo.recipe.kernels import Attention, Installed, attention_of, layers_on, local_kernels
 from megagrpo.recipe.load import load
 from megagrpo.recipe.model_rules import model_problems
 from megagrpo.weights.families import tensors_of
@@ -30,7 +33,8 @@ from tests import plans
 from tests.plans import known_model
 from tests.tiny_run import make_run
 
-QWEN_NEXT, GPT_OSS = "Qwen/Qwen3-Next-80B-A3B-Instruct", "openai/gpt-oss-20b"
+QWEN_NEXT, QWEN_35 = "Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen/Qwen3.5-35B-A3B"
+GPT_OSS, GLM_AIR = "openai/gpt-oss-20b", "zai-org/GLM-4.5-Air"
 # As in the index files of the published checkpoints, tied embeddings once; without multi-token prediction.
 PARAMETERS = {
     "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
@@ -43,7 +47,8 @@ PARAMETERS = {
     "deepseek-ai/DeepSeek-V3": 671_026_419_200,
     QWEN_NEXT: 79_674_391_296,
     GPT_OSS: 20_914_757_184,
-    "zai-org/GLM-4.5-Air": 106_852_251_264,
+    GLM_AIR: 106_852_251_264,
+    QWEN_35: 34_660_610_688,  # and a tower of 446,571,248
 }
 KNOWN = "model.path=Qwen/Qwen3-8B"
 
@@ -65,7 +70,11 @@ def test_parameters_are_those_of_the_checkpoint(model: str) -> None:
     [
         (plans.QWEN_235B, 22.19e9),  # the model card says 22B,
         (plans.QWEN_30B, 3.35e9),  # 3.3B,
-        (plans.DEEPSEEK, 37.55e9),  # and arXiv:2412.19437 37B
+        (plans.DEEPSEEK, 37.55e9),  # arXiv:2412.19437 37B
+        (QWEN_NEXT, 3.875e9),  # the name 3B: embedding and head are 0.6B
+        (QWEN_35, 3.455e9),  # the name 3B: embedding and head are 1.0B
+        (GPT_OSS, 3.61e9 + 201088 * 2880),  # arXiv:2508.10925 3.61B, without the embedding
+        (GLM_AIR, 13.42e9),  # the model card 12B: embedding and head are 1.2B
     ],
 )
 def test_active_parameters_are_those_of_the_models_names(model: str, active: float) -> None:
@@ -97,6 +106,39 @@ def test_models_with_parts_of_2026_take_local_layers(model: str, part: str | Non
     by_hand = train.model_copy(update={"layer_spec": "transformer_engine"})
     problems = model_problems(plans.recipe(plans.ON_2048).model_copy(update={"train": by_hand}), arch)
     assert any(f"no {part}" in str(problem) for problem in problems) == (part is not None)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "named"),
+    [
+        (GPT_OSS, {}, ["no windows", "windows of 128: torch's memory", "full attention: torch's flash", "experts:"]),
+        (GPT_OSS, {"train.layout.context": 2}, ["windows of 128 and full attention: torch's memory-efficient"]),
+        (QWEN_NEXT, {}, ["no gated delta nets", "delta nets: flash-linear", "full attention: torch's flash"]),
+        (GLM_AIR, {}, ["no rotation of a part of a head", "full attention: torch's flash"]),
+        (plans.QWEN_30B, {}, ["Transformer Engine's layers: cuDNN's fused attention"]),
+        (plans.QWEN_30B, {"train.layer_spec": "local"}, ["(layer_spec: local); full attention: torch's flash"]),
+    ],
+)
+def test_a_plan_names_what_computes_attention(model: str, changes: dict[str, Any], named: list[str]) -> None:
+    told = plans.plan(**{"model.path": model, **changes}).summary["kernels"]
+    assert all(text in told for text in named), told
+
+
+def test_capped_scores_are_planned_without_a_kernel() -> None:
+    arch = known_model(plans.QWEN_HALF_B)
+    layer = arch.layers[0]
+    capped = replace(layer, attention=replace(layer.attention, score_cap=30.0, window=64))
+    kernels = local_kernels((9, 0), replace(arch, layers=(capped,)), Attention(64, 64, half=True), 128)
+    assert kernels["windows of 64 with capped scores"].startswith("torch in float32, no fused kernel")
+
+
+def test_the_tower_of_a_composite_checkpoint_has_the_elements_of_transformers_class() -> None:
+    from transformers import Qwen3_5MoeConfig, Qwen3_5MoeVisionModel
+
+    config = Qwen3_5MoeConfig.from_pretrained(known_models()[QWEN_35])
+    with torch.device("meta"):
+        tower = Qwen3_5MoeVisionModel(config.vision_config)
+    assert known_model(QWEN_35).tower == sum(its.numel() for its in tower.parameters())
 
 
 def test_all_ranks_of_671b_on_2048_gpus_hold_the_whole_model() -> None:

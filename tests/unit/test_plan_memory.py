@@ -15,7 +15,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.activations import RankPass
 from megagrpo.plan.advice import checkpoint_bytes
 from megagrpo.plan.case import A_CPU, GPUS, Case
-from megagrpo.plan.engine import SequenceCache, cache_of
+from megagrpo.plan.engine import EngineMemory, SequenceCache, cache_of
 from megagrpo.plan.memory import DeviceMemory, PhaseMemory, host_bytes, memory, model_parts
 from megagrpo.plan.parameters import largest_share, stages, total_parameters
 from megagrpo.plan.plan import plan_of
@@ -209,6 +209,32 @@ def test_an_engine_fills_its_share_of_a_card() -> None:
     assert sglang_memory(Case(tight, LLAMA, H100)).sequences == 0
     few = merged({"data": 4}, rollout={"engines": 4, "prompts_per_step": 4, "sglang": {"mem_fraction_static": 0.8}})
     assert sglang_memory(Case(few, known_model(QWEN_8B), H100)).sequences == 8  # its part of a step
+
+
+def test_states_take_a_share_of_sglangs_cache_and_limit_the_responses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans.serve_all(monkeypatch)
+
+    def held(**options: Any) -> EngineMemory:
+        rollout = {"layout": {"tensor": 8}, "requests_at_once": 1024, "sglang": {"mem_fraction_static": 0.4} | options}
+        return sglang_memory(Case(merged(rollout=rollout), known_model("Qwen/Qwen3-Next-80B-A3B-Instruct"), H100))
+
+    of_sequence, of_token = 36 * (4 * 32 * 128 * 128 + 2 * 3 * 8192) // 8, 12 * 2 * 256 * 2
+    room = int(0.4 * H100.gpu.memory_bytes) - held().weights
+    slots = int(room * 0.9 / 1.9) // of_sequence
+    assert held().asked == (slots - 1) // 5
+    assert held().cache_tokens == (room - slots * of_sequence) // of_token
+    assert 0 <= room - held().cache < of_token
+    assert held(disable_overlap_schedule=True).asked == (slots - 1) // 3
+    alone = held(disable_radix_cache=True)
+    assert (alone.asked, alone.cache_tokens) == (1024, (room - 1025 * of_sequence) // of_token)
+
+
+def test_sglang_caches_four_fifths_of_the_tokens_in_windows_of_gpt_oss(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans.serve_all(monkeypatch)
+    recipe = merged(rollout={"sglang": {"mem_fraction_static": 0.9}})
+    held = sglang_memory(Case(recipe, known_model("openai/gpt-oss-20b"), H100))
+    room = int(0.9 * H100.gpu.memory_bytes) - held.weights
+    assert room / held.cache_tokens == pytest.approx(12 * 2048 * 1.8, rel=1e-3)
 
 
 def test_a_quantised_engine_holds_what_its_manifest_says_and_ranks_make_it_in_a_sync() -> None:

@@ -150,13 +150,15 @@ def test_a_pipe_that_nobody_writes_to_is_refused(file: str, tmp_path: Path) -> N
         preflight(load(recipe), plan_only=True)
 
 
-def test_tensors_that_are_not_loaded_are_listed_once(tmp_path: Path) -> None:
+def test_tensors_that_are_not_trained_or_not_loaded_are_listed_once(tmp_path: Path) -> None:
     loaded = load(make_run(tmp_path))
     weights = tmp_path / "model" / "model.safetensors"
-    save_file(load_file(weights) | {f"mtp.{part}.weight": np.zeros(2) for part in "ab"}, weights)
-    told, _ = preflight(loaded, plan_only=True).unchecked
-    assert "2 tensors" in told
-    assert "mtp.a.weight" in told
+    names = ("mtp.a.weight", "mtp.b.weight", "adapter.weight")
+    save_file(load_file(weights) | {name: np.zeros(2**17) for name in names}, weights)
+    ready = preflight(loaded, plan_only=True)
+    assert ready.unchecked[0].startswith("1 tensors of its files, which are not of the model or loaded: [")
+    text = "2 tensors of the model's files, which exports copy: mtp.* (2.0 MiB); layers that predict further tokens no"
+    assert ready.found["not trained"].startswith(text)
 
 
 def test_a_sandbox_that_this_machine_cannot_make_is_missing_in_a_run_and_unchecked_in_a_plan(

@@ -29,7 +29,7 @@ from megagrpo.recipe.yaml12 import parse
 from megagrpo.rollout.sglang import arguments
 from megagrpo.section import broken_rules
 from megagrpo.weights.families import read_architecture
-from tests.plans import known_model
+from tests.plans import known_model, serve_all
 from tools.recipe_docs import YAML_RECIPES, first_line, json_schema
 
 FILES = sorted(YAML_RECIPES.glob("*.yaml"))
@@ -42,6 +42,10 @@ NODES = {
     "gsm8k_qwen2.5_0.5b_1gpu": 1,
     "long_context_qwen3_8b_2x8": 2,
     "lora_qwen3_8b_1gpu": 1,
+    "math_glm4.5_air_4x8": 4,
+    "math_gpt_oss_20b_8gpu": 1,
+    "math_qwen3.5_35b_a3b_2x8": 2,
+    "math_qwen3_next_80b_a3b_4x8": 4,
     "math_qwen3_30b_a3b_2x8": 2,
     "math_qwen3_32b_4x8": 4,
     "math_qwen3_32b_8b200": 1,
@@ -64,6 +68,11 @@ def schema_of(kind: type[AnyRecipe]) -> Any:
     made = jsonschema.validators.validator_for(schema)
     made.check_schema(schema)
     return made(schema)
+
+
+@pytest.fixture(autouse=True)
+def all_families_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_all(monkeypatch)
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
 from megagrpo.plan.assumptions import longest_sequence
 from megagrpo.plan.case import Case
@@ -42,32 +42,31 @@ def sglang_memory(case: Case) -> EngineMemory:
     asked = min(asked_at_once(case), at_once)
     dtype = str(options.get("kv_cache_dtype") or "auto")
     cached = 1 if dtype.startswith("fp8") else 2 if dtype in ("bf16", "bfloat16") else element
-    weights, cache_bytes = [], []  # by stage; of a longest sequence
-    of_attention = attention_of_stages(arch, layout.pipeline, group, cached)
+    of_attention, stages = attention_of_stages(arch, layout.pipeline, group, cached), []
     for stage, held in enumerate(engine_rank_parameters(arch, layout, device)):
         derived, cache = of_attention[stage]
-        weights.append((held + derived) * element)
+        weights = (held + derived + arch.tower // group) * element  # each stage makes the tower
         if rollout.quantization is not None:
             counts = arch.tally(stage_layers(len(arch.layers), stage, layout.pipeline))
             blocks = sum(map(mul, counts, engine_blocks(arch, layout)))
-            weights[-1] -= int(blocks * (element - BLOCK_ELEMENT_BYTES))
-        cache_bytes.append(int(cache.of(longest)))
-    sizes = GraphSizes.of(options, card_bytes, layout, at_once)
-    if device == "cpu":
-        tokens = cpu_cache_tokens(rollout.requests_at_once, longest)
-    elif card_bytes is None:
-        tokens = -(-asked // layout.attention_data) * longest
-    else:
+            weights -= int(blocks * (element - BLOCK_ELEMENT_BYTES))
+        windows = FAMILIES[arch.family].sglang.windows_cached * sum(size for _, size in cache.windows)
+        stages.append(_Stage(weights, int(cache.token + windows), cache.states))
+    sizes, slots = GraphSizes.of(options, card_bytes, layout, at_once), 0
+    if card_bytes is not None and device != "cpu":
         static = int(card_bytes * (options.get("mem_fraction_static") or default_fraction(sizes, card_bytes)))
-        # Every stage caches the same tokens: as many as the one with the least room. Sequences count as longest ones.
-        tokens = min(
-            max(0, static - held) * longest // of_longest for held, of_longest in zip(weights, cache_bytes, strict=True)
-        )
+        slots, asked = _states(options, [(max(0, static - of.weights), of.states) for of in stages], at_once, asked)
+        # Every stage caches the same tokens: as many as the one with the least room.
+        tokens = min(max(0, static - of.weights - slots * of.states) // max(1, of.token) for of in stages)
+    elif device == "cpu":
+        tokens = cpu_cache_tokens(rollout.requests_at_once, longest)
+    else:
+        tokens, slots = -(-asked // layout.attention_data) * longest, asked
     tokens = min(tokens, options.get("max_total_tokens") or tokens)
-    fullest = max(range(layout.pipeline), key=lambda stage: weights[stage] + tokens * cache_bytes[stage] // longest)
+    fullest = max(stages, key=lambda of: of.weights + tokens * of.token + slots * of.states)
     return EngineMemory(
-        weights[fullest],
-        tokens * cache_bytes[fullest] // longest,
+        fullest.weights,
+        tokens * fullest.token + slots * fullest.states,
         working=0 if device == "cpu" else _working_bytes(arch, sizes, element),
         cache_tokens=tokens * layout.attention_data,
         longest=longest,
@@ -78,6 +77,35 @@ def sglang_memory(case: Case) -> EngineMemory:
         working_lowered_by=("rollout.sglang.chunked_prefill_size",),
         freed_by=("rollout.sglang.enable_memory_saver",),
     )
+
+
+class _Stage(NamedTuple):
+    """The bytes on each rank of a pipeline stage: of its weights, and in its cache of a token and of states."""
+
+    weights: int
+    token: int
+    states: int
+
+
+STATE_SHARE = 0.9
+"""Bytes of states over those of tokens in a cache (SGLang's mamba_full_memory_ratio)."""
+STATES_OF_A_REQUEST = {"disable_radix_cache": 1, "disable_overlap_schedule": 3}
+"""States that SGLang reserves for a request with these options; 5 otherwise, for prefixes that others may share
+(sglang/srt/mem_cache/kv_cache_configurator.py, _calculate_mamba_ratio)."""
+
+
+def _states(options: Mapping[str, Any], rooms: Sequence[tuple[int, int]], at_once: int, asked: int) -> tuple[int, int]:
+    """Returns the states in a cache, and how many responses they let an engine decode of those that are `asked` of it.
+    `rooms` has the bytes for each stage's cache, and those of a sequence's states there."""
+    rooms = [(room, states) for room, states in rooms if states]
+    if not rooms:
+        return 0, asked
+    of_request = next((count for option, count in STATES_OF_A_REQUEST.items() if options.get(option)), 5)
+    ratio = options.get("mamba_full_memory_ratio") or STATE_SHARE
+    slots = options.get("max_mamba_cache_size") or (at_once if of_request == 1 else None)
+    if slots is None:
+        slots = max(0, min(int(room * ratio / (1 + ratio)) // states for room, states in rooms) - 1)
+    return slots + 1, min(asked, slots // of_request)  # one is padding
 
 
 @lru_cache(maxsize=1024)
@@ -109,17 +137,18 @@ def engine_rank_parameters(arch: Architecture, layout: EngineLayoutConfig, devic
     one_stage = layout.model_copy(update={"pipeline": 1})
     sample = arch.sample(layout.tensor)
     outside, layers = shard_of(arch, sample, manifest(sample, one_stage, 0, "float32", device), lambda _: True)
+    named = {name.removeprefix("model.").removeprefix("language_model."): size for name, size in outside.items()}
     of_stages = []
     for stage in range(layout.pipeline):
         first, last = stage == 0, stage == layout.pipeline - 1
         counts = arch.count(stage_layers(len(arch.layers), stage, layout.pipeline))
         held = sum(count * sum(layers[kind]) for kind, count in counts.items())
-        held += outside["model.embed_tokens.weight"] if first else 0
-        held += outside["model.norm.weight"] if last else 0
+        held += named["embed_tokens.weight"] if first else 0
+        held += named["norm.weight"] if last else 0
         if arch.tied_embeddings:
-            held += outside["model.embed_tokens.weight"] if last and not first else 0
+            held += named["embed_tokens.weight"] if last and not first else 0
         elif last or FAMILIES[arch.family].sglang.head_on_every_stage:
-            held += outside["lm_head.weight"]
+            held += named["lm_head.weight"]
         of_stages.append(held)
     return tuple(of_stages)
 

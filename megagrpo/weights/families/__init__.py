@@ -44,6 +44,8 @@ class SglangClass:
     """The attention modules of a layer that get scales of float8 keys and values in a quantised model."""
     least_experts: Literal["one", "tensor", "tensor / expert"] = "one"
     """The parallel sizes that give the least number of experts."""
+    windows_cached: float = 1.0
+    """The tokens that layers with windows cache, over those of other layers. Most classes free none."""
     refuses: Callable[[Architecture], Iterable[Problem]] = lambda arch: ()
     """Reasons why the class does not serve a model, such as config values that it ignores."""
 
@@ -103,7 +105,7 @@ FAMILIES: dict[str, Family] = {
         fuse=gpt_oss.alternating_and_transposed,
         stacks=True,
         mxfp4=True,
-        sglang=UNCOMPARED,
+        sglang=replace(UNCOMPARED, windows_cached=0.8),
     ),
     "granite": Family(llama_like.granite, sglang=UNCOMPARED),
     "kimi_k2": Family(deepseek_like.deepseek_v3, known_as="deepseek_v3", sglang=UNCOMPARED),
@@ -129,7 +131,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family(llama_like.qwen2_moe, llama_like.SHARED_EXPERT_NAMES, sglang=UNCOMPARED),
     "qwen3": Family(llama_like.qwen3, sglang=SglangClass(attention_groups=True, attentions=())),
     "qwen3_5": Family(
-        composite.text_of(qwen_next.qwen3_5),
+        composite.text_of(qwen_next.qwen3_5, composite.qwen_tower),
         composite.QWEN_NAMES,
         composite.QWEN_LOADED,
         fuse=qwen_next.fused_whole,
@@ -137,7 +139,7 @@ FAMILIES: dict[str, Family] = {
         sglang=UNCOMPARED,
     ),
     "qwen3_5_moe": Family(
-        composite.text_of(qwen_next.qwen3_5_moe),
+        composite.text_of(qwen_next.qwen3_5_moe, composite.qwen_tower),
         llama_like.SHARED_EXPERT_NAMES + composite.QWEN_NAMES,
         composite.QWEN_LOADED,
         fuse=qwen_next.fused_whole,

@@ -108,7 +108,7 @@ def lay_out(
 ) -> None:
     """Makes the files in `directory` at their full size without their values, and one of the carried tensors, if any.
 
-    Copies the model's other files, with `dtype` in config.json. Raises OSError.
+    Copies the model's other files, with `dtype` in config.json. README.md names carried tensors. Raises OSError.
     """
     for pattern in COMPANIONS:
         for companion in model_directory.glob(pattern):
@@ -128,6 +128,8 @@ def lay_out(
         size += sum(entry.bytes for _, entry in carried.values())
         weight_map = {name: file.holder for file in files for name in file.storages}
         if carried:
+            text = f"Not trained: {checkpoint.not_trained(carried)}.\n"
+            (directory / "README.md").write_text(text, encoding="utf-8")
             last = checkpoint.numbered(len(files) + 1, len(files) + 1)
             weight_map |= dict.fromkeys(carried, last)
             _write_carried(directory / last, carried)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -154,6 +155,22 @@ def carried_tensors(directory: str | Path, arch: Architecture) -> dict[str, tupl
         if pattern.fullmatch(name) or _layer_of(name) >= len(arch.layers)
     }
     return {} if any(entry.dtype == FP8 for _, entry in carried.values()) else carried
+
+
+def not_trained(carried: Mapping[str, tuple[Path, Entry]]) -> str:
+    """Returns a sentence or two about carried tensors: their numbers, bytes and names."""
+    bytes_of = Counter[str]()
+    for name, (_, entry) in carried.items():
+        bytes_of[_CARRIED_NAME.sub(r"\1.*", name)] += entry.bytes
+    which = ", ".join(f"{name} ({size / 2**20:,.1f} MiB)" for name, size in bytes_of.items())
+    text = f"{len(carried)} tensors of the model's files, which exports copy: {which}"
+    further = any(_layer_of(name) >= 0 or name.startswith("mtp.") for name in carried)
+    fit = "; layers that predict further tokens no longer fit the trained ones: do not speculate with them"
+    return text + fit * further
+
+
+_CARRIED_NAME = re.compile(r"^((?:language_model\.|model\.)*(?:layers\.\d+|\w+))\..*")
+"""A carried tensor's name: a layer's or a module's, and the rest."""
 
 
 def _layer_of(name: str) -> int:

@@ -135,7 +135,9 @@ class Attention:
             "biases after attention": self.output_bias,
             "norms of all heads together": self.norm == "projection",
             "layers without a rotary embedding": rope is None,
-            "such a rotary embedding": rope and (rope.pairs or rope.part < 1 or rope.yarn or rope.long),
+            "rotation of neighbouring pairs": rope and rope.pairs,
+            "rotation of a part of a head": rope and rope.part < 1,
+            "yarn or longrope": rope and (rope.yarn or rope.long),
         }
         return next((name for name, has in lacking.items() if has), None)
 
@@ -271,6 +273,16 @@ class Attention:
     def engine_columns(self, sizes: EngineSizes) -> float:
         """Returns the elements that an engine rank makes of a token of a prefill."""
         return 4 * self.heads / sizes.tensor * self.head_dim
+
+    def core(self, context: int, longest: int) -> tuple[str, str | None]:
+        """Returns its name in a plan, and what computes it in Megatron's local layers on GPUs (megatron/attention.py)
+        for sequences of `longest` tokens. None: a kernel of torch's that takes its heads."""
+        near = self.window is not None and self.window < longest
+        name = f"windows of {self.window}" if near else "full attention"
+        if self.score_cap is not None:
+            return f"{name} with capped scores", "torch in float32, no fused kernel, scores computed again backwards"
+        blocks = "torch's memory-efficient attention in blocks, of which half the scores are masked"
+        return name, blocks if near and context == 1 else None
 
     def exchanged(self, tensor: int) -> tuple[float, float]:
         """Returns the elements of a token, on each of `tensor` ranks, that context ranks exchange: of queries with

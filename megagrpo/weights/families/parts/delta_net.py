@@ -135,6 +135,9 @@ class DeltaNet:
     def engine_columns(self, sizes: EngineSizes) -> float:
         return (2 * self.mixed + 2 * self.values) / sizes.tensor
 
+    def core(self, context: int, longest: int) -> tuple[str, str | None]:
+        return "gated delta nets", "flash-linear-attention's kernels if installed, else torch in float32"
+
     def exchanged(self, tensor: int) -> tuple[float, float]:
         return (self.mixed + self.values) / tensor, 0.0
 

@@ -159,6 +159,9 @@ class LatentAttention:
     def engine_columns(self, sizes: EngineSizes) -> float:
         return 4 * self.heads / sizes.tensor * self.head_dim
 
+    def core(self, context: int, longest: int) -> tuple[str, str | None]:
+        return "latent attention", None
+
     def exchanged(self, tensor: int) -> tuple[float, float]:
         columns = self.heads / tensor * (self.head_dim + self.value_dim)
         return columns, columns
