@@ -123,6 +123,17 @@ TINY_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("ArceeConfig", {}),
     "dots1": ("Dots1Config", {"head_dim": 16, "sliding_window": None} | SIGMOID_EXPERTS | ONE_GROUP),
     "ernie4_5": ("Ernie4_5Config", {"head_dim": 16}),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_intermediate_size": 20,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 2,
+        },
+    ),
     "exaone4": ("Exaone4Config", {"head_dim": 16, "sliding_window": 8}),
     "gemma2": (
         "Gemma2Config",
@@ -173,6 +184,7 @@ TINY_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_k2": (
         "DeepseekV3Config", LATENT_ATTENTION | SIGMOID_EXPERTS | ONE_GROUP | {"rope_parameters": YARN_ROPE}
     ),
+    "mimo": ("Qwen2Config", {"head_dim": 16}),
     "minimax_m2": (
         "MiniMaxM2Config",
         {
@@ -240,9 +252,12 @@ LIKE = {family: its.known_as for family, its in FAMILIES.items() if its.known_as
 """Families whose model_type transformers does not know, and those that they are to it."""
 USUAL_FAMILIES = ("llama", "mistral", "qwen2", "qwen2_tied", "qwen3", *WITH_EXPERTS)
 """Families that the tests of whole paths have: the others differ from them in the parts of their layers."""
-COMPOSITES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+COMPOSITES = {
+    "gemma3": "gemma3_text", "mistral3": "ministral3", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"
+}  # fmt: skip
 """Models with a vision tower, and the families of their text models."""
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 48}
+VISION |= {"num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14}
 OTHER_FAMILIES = [family for family in [*TINY_FAMILIES, *COMPOSITES] if family not in USUAL_FAMILIES]
 
 
@@ -251,7 +266,8 @@ def config_of(family: str, **changes: Any) -> transformers.PretrainedConfig:
     if family in COMPOSITES:
         text = config_of(COMPOSITES[family], **changes).to_dict()
         tied = text["tie_word_embeddings"]
-        return transformers.CONFIG_MAPPING[family](text_config=text, vision_config=VISION, tie_word_embeddings=tied)
+        vision = dict(VISION)  # some classes change it
+        return transformers.CONFIG_MAPPING[family](text_config=text, vision_config=vision, tie_word_embeddings=tied)
     class_name, own = TINY_FAMILIES[family]
     return getattr(transformers, class_name)(**(DIMENSIONS | own | changes))
 
@@ -308,7 +324,12 @@ def reference_logits(
     config = json.loads((Path(directory) / "config.json").read_text())
     class_of = transformers.CONFIG_MAPPING[LIKE.get(config["model_type"], config["model_type"])]
     own = class_of(**{key: value for key, value in config.items() if key != "model_type"})
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, config=own, dtype=dtype, attn_implementation="eager"
-    ).eval()
+    options: dict[str, Any] = {"config": own, "dtype": dtype, "attn_implementation": "eager"}
+    model = auto_class(own).from_pretrained(directory, **options).eval()
     return [model(torch.tensor([tokens])).logits[0].float() for tokens in sequences]
+
+
+def auto_class(config: Any) -> Any:
+    """transformers' class of the whole model, or of its text model where it has one."""
+    alone = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return transformers.AutoModelForCausalLM if alone else transformers.AutoModelForImageTextToText

@@ -15,6 +15,8 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -61,9 +63,12 @@ def _local_layer(config: TransformerConfig, layer: Layer) -> ModuleSpec:
     if norms.outputs or norms.factor != 1:
         added = ModuleSpec(module=Added, params={"config": config, "norms": norms})
         modules.self_attn_bda = modules.mlp_bda = added
-    if layer.mlp.experts and config.add_bias_linear:
-        of_experts = modules.mlp.keywords["submodules"].experts.keywords["submodules"]
-        of_experts.linear_fc2 = OwnOutput
+    if isinstance(layer.mlp, parts.Experts):
+        submodules = modules.mlp.keywords["submodules"]
+        if config.add_bias_linear:
+            submodules.experts.keywords["submodules"].linear_fc2 = OwnOutput
+        if isinstance(layer.mlp.router, parts.SoftmaxRouter):
+            submodules.router = SoftmaxRouter
     ATTENTION[type(layer.attention)](modules.self_attention, layer.attention)
     return spec
 
@@ -181,6 +186,16 @@ class Added(torch.nn.Module):
                 return residual + (output if self.factor == 1 else output * self.factor)
 
         return add
+
+
+class SoftmaxRouter(TopKRouter):
+    """A router with softmax scores. Its bias decides which experts a token passes, and not their weights."""
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        logits = logits.view(-1, self.config.num_moe_experts)
+        with torch.no_grad():
+            chosen = torch.topk(logits.float().softmax(-1) + self.expert_bias, self.topk).indices
+        return topk_routing_with_score_function(logits, self.topk, precomputed_indices=chosen)
 
 
 class OwnOutput(RowParallelLinear):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from megagrpo.errors import EngineError, MegagrpoError, ModelError, Problem
 from megagrpo.rollout.decoding import Record, decode
@@ -225,13 +226,17 @@ def _batches(requests: Mapping[int, tuple[Request, Done]], at_once: int) -> list
 
 def load_model(directory: str, device: str, dtype: str) -> Any:
     """Loads a model with torch's attention, or transformers' own if that lacks what the model's has, such as sinks."""
-    config = read_json(Path(directory) / "config.json")
-    known_as = FAMILIES[config.pop("model_type")].known_as
-    own = {} if known_as is None else {"config": AutoConfig.for_model(known_as, **config)}
+    written = read_json(Path(directory) / "config.json")
+    family = FAMILIES[written.pop("model_type")]
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch_dtype(dtype), output_loading_info=True, **own
-        )
+        if family.known_as is None:
+            config: Any = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        else:
+            config = AutoConfig.for_model(family.known_as, **written)
+        alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        auto: Any = AutoModelForCausalLM if alone else AutoModelForImageTextToText
+        options = {"config": config, "dtype": torch_dtype(dtype), "trust_remote_code": False}
+        loaded: Any = auto.from_pretrained(directory, output_loading_info=True, **options)
     except (OSError, ValueError) as error:
         raise ModelError(Problem(f"{directory}: transformers cannot load the model", given=str(error))) from error
     model, report = loaded
@@ -240,6 +245,8 @@ def load_model(directory: str, device: str, dtype: str) -> Any:
         given = f"{len(absent)} tensors are missing or have another shape: {', '.join(absent[:5])}"
         needed = "every tensor that config.json calls for"
         raise ModelError(Problem(f"{directory}: the files do not hold the whole model", given, needed))
+    for name in [name for name, _ in model.base_model.named_children() if re.fullmatch(family.carried, f"{name}.")]:
+        delattr(model.base_model, name)  # a tower, which only pictures need
     if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")  # torch's knows no cap; some releases of transformers leave it out
     return model.to(device).eval().requires_grad_(False)

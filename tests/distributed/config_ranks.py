@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 from megagrpo.errors import ModelError
@@ -21,7 +20,7 @@ from megagrpo.recipe.schema import TrainConfig
 from megagrpo.weights.families import architecture_of
 from megagrpo.weights.families.architecture import Architecture
 from tests.distributed.parity_ranks import logits_of_chunks
-from tests.tiny_models import DIMENSIONS, LIKE, config_of, randomize
+from tests.tiny_models import DIMENSIONS, LIKE, auto_class, config_of, randomize
 
 Config = dict[str, Any]
 TOKENS = torch.randint(0, DIMENSIONS["vocab_size"], (1, 40), generator=torch.Generator().manual_seed(3))
@@ -177,7 +176,7 @@ def transformers_model(kind: type, config: Config) -> torch.nn.Module:
         Path(directory, "config.json").write_text(json.dumps(own))
         read = kind.from_pretrained(directory)
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
-    return transformers.AutoModelForCausalLM.from_config(read, **options).eval()
+    return auto_class(read).from_config(read, **options).eval()
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from megagrpo.weights.families.parts import DeltaNet
 from tests.distributed.conftest import Tiny
 from tests.distributed.layouts import KINDS, ROWS, soak
 from tests.distributed.parity_ranks import RankLogits, logits_of_models
+from tests.ling_model import make_ling
 from tests.rank_group import run_ranks
 from tests.tiny_models import DIMENSIONS, OTHER_FAMILIES, make_model, reference_logits
 
@@ -31,10 +32,14 @@ def references(directory: Path, dtype: torch.dtype = torch.float32) -> list[torc
     return reference_logits(directory, SEQUENCES, dtype)
 
 
-def check(directories: list[Path], layout: ParallelLayout, layer_spec: str = "auto") -> None:
-    for directory, ours in zip(directories, logits_of(directories, layout, layer_spec=layer_spec), strict=True):
+def check(
+    directories: list[Path], layout: ParallelLayout, layer_spec: str = "auto", theirs: list[Path] | None = None
+) -> None:
+    """`theirs` are directories that transformers can load, by default the same."""
+    logits = logits_of(directories, layout, layer_spec=layer_spec)
+    for directory, ours, reference in zip(directories, logits, theirs or directories, strict=True):
         atol = tolerance(directory)
-        for row, (got, wanted) in enumerate(zip(ours, references(directory), strict=True)):
+        for row, (got, wanted) in enumerate(zip(ours, references(reference), strict=True)):
             np.testing.assert_allclose(got, wanted.numpy(), rtol=0, atol=atol, err_msg=f"{directory}, sequence {row}")
 
 
@@ -75,11 +80,12 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     "name", ["one rank", *(pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS if name != "one rank")]
 )
-def test_every_kind_of_part_agrees_with_transformers(name: str, tiny: Tiny) -> None:
+def test_every_kind_of_part_agrees_with_transformers(name: str, tiny: Tiny, tmp_path: Path) -> None:
     models = [tiny(family) for family in OTHER_FAMILIES]
     if LAYOUTS[name].expert > 1:
         models = [model for model in models if read_architecture(model).experts]
-    check(models, LAYOUTS[name])
+    ling, glm = make_ling(tmp_path)
+    check([*models, ling], LAYOUTS[name], theirs=[*models, glm])
 
 
 @pytest.mark.parametrize("name", ["one rank", "expert over tensor"])

@@ -15,6 +15,7 @@ from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.families import (
     composite,
     deepseek_like,
+    ernie,
     fused,
     gemma,
     glm4,
@@ -88,13 +89,31 @@ DEEPSEEK = SglangClass(
     refuses=deepseek_like.ignored_by_sglang,
 )
 UNCOMPARED = SglangClass(refuses=_never_compared)
+LING = Family(deepseek_like.ling, deepseek_like.LINGS_NAMES, fuse=fused.query_key_value, sglang=UNCOMPARED)
 FAMILIES: dict[str, Family] = {
     "arcee": Family(llama_like.arcee, sglang=UNCOMPARED),
+    "bailing_moe": LING,
+    "bailing_moe_v2": LING,
     "deepseek_v3": Family(deepseek_like.deepseek_v3, sglang=DEEPSEEK),
     "dots1": Family(deepseek_like.dots1, sglang=UNCOMPARED),
     "ernie4_5": Family(llama_like.ernie4_5, sglang=UNCOMPARED),
+    "ernie4_5_moe": Family(
+        ernie.ernie4_5_moe,
+        ernie.NAMES,
+        ernie.LOADED,
+        fuse=ernie.bias_as_row,
+        carried=r"model\.mtp_.*",
+        sglang=UNCOMPARED,
+    ),
     "exaone4": Family(olmo.exaone4, olmo.NAMES, sglang=UNCOMPARED),
     "gemma2": Family(gemma.gemma2, gemma.NAMES, sglang=UNCOMPARED),
+    "gemma3": Family(
+        composite.text_of(gemma3_text=gemma.gemma3),
+        gemma.NAMES + composite.NAMES,
+        composite.LOADED,
+        carried=composite.TOWER,
+        sglang=UNCOMPARED,
+    ),
     "gemma3_text": Family(gemma.gemma3, gemma.NAMES, sglang=UNCOMPARED),
     "glm4": Family(glm4.glm4, glm4.NAMES, fuse=fused.gate_and_up, sglang=UNCOMPARED),
     "glm4_moe": Family(deepseek_like.glm4_moe, sglang=UNCOMPARED),
@@ -110,6 +129,7 @@ FAMILIES: dict[str, Family] = {
     "granite": Family(llama_like.granite, sglang=UNCOMPARED),
     "kimi_k2": Family(deepseek_like.deepseek_v3, known_as="deepseek_v3", sglang=UNCOMPARED),
     "llama": Family(llama_like.llama, sglang=SglangClass(head_on_every_stage=True)),
+    "mimo": Family(llama_like.mimo, known_as="qwen2", carried=r"model\.mtp_layers\..*", sglang=UNCOMPARED),
     "minimax_m2": Family(
         minimax.minimax_m2, minimax.NAMES, in_transformers=((".block_sparse_moe.", ".mlp."),), sglang=UNCOMPARED
     ),
@@ -117,6 +137,13 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(
         llama_like.mistral,
         sglang=SglangClass(head_on_every_stage=True, refuses=llama_like.ignored_by_sglangs_mistral),
+    ),
+    "mistral3": Family(
+        composite.text_of(mistral=llama_like.mistral, ministral3=llama_like.ministral3),
+        composite.NAMES,
+        composite.LOADED,
+        carried=composite.TOWER,
+        sglang=UNCOMPARED,
     ),
     "mixtral": Family(
         llama_like.mixtral,
@@ -131,19 +158,19 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family(llama_like.qwen2_moe, llama_like.SHARED_EXPERT_NAMES, sglang=UNCOMPARED),
     "qwen3": Family(llama_like.qwen3, sglang=SglangClass(attention_groups=True, attentions=())),
     "qwen3_5": Family(
-        composite.text_of(qwen_next.qwen3_5, composite.qwen_tower),
+        composite.text_of(composite.qwen_tower, qwen3_5_text=qwen_next.qwen3_5),
         composite.QWEN_NAMES,
         composite.QWEN_LOADED,
         fuse=qwen_next.fused_whole,
-        carried=composite.TOWER,
+        carried=composite.QWEN_TOWER,
         sglang=UNCOMPARED,
     ),
     "qwen3_5_moe": Family(
-        composite.text_of(qwen_next.qwen3_5_moe, composite.qwen_tower),
+        composite.text_of(composite.qwen_tower, qwen3_5_moe_text=qwen_next.qwen3_5_moe),
         llama_like.SHARED_EXPERT_NAMES + composite.QWEN_NAMES,
         composite.QWEN_LOADED,
         fuse=qwen_next.fused_whole,
-        carried=composite.TOWER,
+        carried=composite.QWEN_TOWER,
         sglang=UNCOMPARED,
     ),
     "qwen3_5_moe_text": Family(

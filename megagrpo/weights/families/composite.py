@@ -11,13 +11,19 @@ from megagrpo.errors import ModelError, Problem, brief
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.families.reading import HARMLESS
 
-TOWER = r"model\.visual\..*|mtp\..*"
 KNOWN = re.compile(
-    r"text_config|vision_config|quantization_config|tie_word_embeddings|(image|video|vision_start|vision_end)_token_id"
+    r"text_config|vision_config|quantization_config|tie_word_embeddings"
+    r"|(image|video|vision_start|vision_end|[be]oi)_token_(id|index)"
+    # of the projector, and of the tower's output
+    r"|mm_tokens_per_image|multimodal_projector_bias|projector_hidden_act|spatial_merge_size|vision_feature_layer"
 )
 """Keys of a composite config.json that do not change what the text model computes, or are read here."""
+QWEN_TOWER = r"model\.visual\..*|mtp\..*"
 QWEN_NAMES = (("model.", "model.language_model."),)
 QWEN_LOADED = (("model.language_model.", "model."),)
+TOWER = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
+NAMES = (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))
+LOADED = (("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head."))
 
 
 VISION = {
@@ -37,15 +43,19 @@ def qwen_tower(config: Mapping[str, Any]) -> int:
 
 
 def text_of(
-    read: Callable[[Mapping[str, Any]], Architecture], tower: Callable[[Mapping[str, Any]], int] = lambda vision: 0
+    tower: Callable[[Mapping[str, Any]], int] = lambda vision: 0, **readers: Callable[[Mapping[str, Any]], Architecture]
 ) -> Callable[[Mapping[str, Any]], Architecture]:
-    """Returns a reader of a composite config.json, whose text model `read` reads. `tower` counts the elements of the
-    tower of its vision_config."""
+    """Returns a reader of a composite config.json. `readers` read its text model, by model_type; the first one reads
+    text_configs without a model_type. `tower` counts the elements of the tower of its vision_config."""
 
     def architecture_of(config: Mapping[str, Any]) -> Architecture:
         text, family = config.get("text_config"), str(config.get("model_type"))
         if not isinstance(text, Mapping):
             raise ModelError(Problem(f"config.json: text_config ({family})", brief(text), "the text model's config"))
+        kind = text.get("model_type", next(iter(readers)))
+        if kind not in readers:
+            where = f"config.json: text_config.model_type ({family})"
+            raise ModelError(Problem(where, brief(kind), " or ".join(readers)))
         if unknown := [
             Problem(f"config.json: {key} ({family})", brief(value), "no key that this family does not know")
             for key, value in config.items()
@@ -57,6 +67,7 @@ def text_of(
             where, needed = f"config.json: tie_word_embeddings ({family})", "the same as in text_config"
             raise ModelError(Problem(where, brief(tied[0]), needed))
         shared = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
-        return replace(read({**text, **shared}), family=family, tower=tower(config.get("vision_config") or {}))
+        vision = tower(config.get("vision_config") or {})
+        return replace(readers[kind]({**text, **shared}), family=family, tower=vision)
 
     return architecture_of

@@ -56,13 +56,47 @@ def dots1(config: Mapping[str, Any]) -> Architecture:
     return _model(read, read.windowed(read.attention(norm="head"), lambda layer: windows and layer >= first), dense=0)
 
 
+def ling(config: Mapping[str, Any]) -> Architecture:
+    """Reads Ling 2 and Ring 2 (`BailingMoeV2ForCausalLM`): GLM-4.5's parts, with keys of their own."""
+    read = ConfigReader(config, 6e5, rms_norm_eps=1e-6, moe_router_enable_expert_bias=False, use_qk_norm=False)
+    read.refuse_if_set("use_bias", "use_qkv_bias", "norm_head")
+    read.config.known.add("max_window_layers")  # no layer has a window
+    needed: dict[str, Any] = {"use_qk_norm": True, "moe_router_enable_expert_bias": True}
+    for key, wanted in (needed | {key: its for key, its in LINGS_USUAL.items() if key in read.config}).items():
+        if read.config.get(key) != wanted:
+            read.refuse(key, read.config[key], str(wanted).lower())
+    ffn, shared = read.integer("moe_intermediate_size"), "moe_shared_expert_intermediate_size"
+    if read.integer(shared, default=ffn) != ffn:
+        read.refuse(shared, read.config[shared], f"moe_intermediate_size = {ffn}: the size of one")
+    head_dim = read.integer("head_dim", default=read.hidden // read.integer("num_attention_heads"))
+    rotated = read.integer("rotary_dim", default=head_dim)
+    part = read.number("partial_rotary_factor", rotated / head_dim)
+    if read.config.get("rotary_dim") is not None and rotated != part * head_dim:
+        read.refuse("rotary_dim", rotated, f"partial_rotary_factor x head_dim = {part * head_dim:g}")
+    attention = read.attention(norm="head", rope=read.rope(part=part))
+    experts = _experts(read, "num_experts", shared="num_shared_experts")
+    return _model(read, [attention] * read.layers, dense=0, experts=experts)
+
+
+LINGS_USUAL: dict[str, Any] = {"score_function": "sigmoid", "router_dtype": "fp32", "use_rmsnorm": True}
+LINGS_NAMES = (
+    (".self_attn.", ".attention."), (".o_proj.", ".dense."), (".q_norm.", ".query_layernorm."),
+    (".k_norm.", ".key_layernorm."), (".embed_tokens.", ".word_embeddings."),
+    (".e_score_correction_bias", ".expert_bias"),
+)  # fmt: skip
+
+
 def _model(
-    read: ConfigReader, attention: LatentAttention | list[Attention], dense: int, listed: str = ""
+    read: ConfigReader,
+    attention: LatentAttention | list[Attention],
+    dense: int,
+    listed: str = "",
+    experts: Experts | None = None,
 ) -> Architecture:
     """Returns a model whose first layers have MLPs, `dense` by default, and all others experts. The config's key
     `listed` may list each layer's kind."""
     first = _dense_layers(read, dense)
-    kinds: dict[str, Mlp | Experts] = {"dense": read.mlp(), "sparse": _experts(read)}
+    kinds: dict[str, Mlp | Experts] = {"dense": read.mlp(), "sparse": experts or _experts(read)}
     mlps = read.by_kind(listed, kinds, lambda layer: "dense" if layer < first else "sparse")
     attentions: Sequence[Attention | LatentAttention]
     attentions = [attention] * read.layers if isinstance(attention, LatentAttention) else attention
@@ -103,25 +137,25 @@ def _dense_layers(read: ConfigReader, usual: int) -> int:
     return 0
 
 
-def _experts(read: ConfigReader) -> Experts:
+def _experts(read: ConfigReader, *counts: str, shared: str = "n_shared_experts") -> Experts:
     config = read.config
     for key, usual in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
         if config.get(key, usual) != usual:
             read.refuse(key, config[key], str(usual))
     if not read.flag("norm_topk_prob", default=True):
         read.refuse("norm_topk_prob", False, "true: weights of the chosen experts that add up to 1")
-    experts = read.experts("n_routed_experts", "num_local_experts", ffn="moe_intermediate_size", normalize_top_k=True)
+    counts = counts or ("n_routed_experts", "num_local_experts")
+    experts = read.experts(*counts, ffn="moe_intermediate_size", normalize_top_k=True)
     groups, groups_per_token = read.integer("n_group"), read.integer("topk_group")
     if groups != groups_per_token:
         if experts.experts % groups or groups_per_token > groups:
-            read.refuse("n_group", groups, f"a divisor of n_routed_experts = {experts.experts}, at least topk_group")
+            read.refuse("n_group", groups, f"a divisor of {counts[0]} = {experts.experts}, at least topk_group")
         elif experts.per_token != 2 * groups_per_token:
             # Megatron scores a group by per_token / groups_per_token of its experts, DeepSeek by 2.
             needed = f"n_group = {groups}, or num_experts_per_tok / 2 = {experts.per_token / 2:g}"
             read.refuse("topk_group", groups_per_token, needed)
     router = SigmoidRouter(groups, groups_per_token, read.number("routed_scaling_factor"))
-    shared = experts.ffn * read.integer("n_shared_experts", most=EXPERTS_MAX)
-    return replace(experts, router=router, shared_ffn=shared)
+    return replace(experts, router=router, shared_ffn=experts.ffn * read.integer(shared, most=EXPERTS_MAX))
 
 
 def ignored_by_sglang(arch: Architecture) -> Iterator[Problem]:

@@ -20,7 +20,12 @@ def gate_and_up(files: ManifestBuilder, layer: Layer, of: LayerTensors) -> None:
 def everything(files: ManifestBuilder, layer: Layer, of: LayerTensors) -> None:
     """Adds gate_up_proj, and qkv_proj: all queries, all keys, all values."""
     gate_and_up(files, layer, of)
-    _joined(files, "qkv_proj", of.roles["q"], of.roles["k"], of.roles["v"])
+    query_key_value(files, layer, of, "qkv_proj")
+
+
+def query_key_value(files: ManifestBuilder, layer: Layer, of: LayerTensors, module: str = "query_key_value") -> None:
+    """Adds `module`: all queries, all keys, all values."""
+    _joined(files, module, of.roles["q"], of.roles["k"], of.roles["v"])
 
 
 def _joined(files: ManifestBuilder, module: str, *tensors: Tensor) -> None:

@@ -19,7 +19,7 @@ NAMES = (
 
 def gemma2(config: Mapping[str, Any]) -> Architecture:
     """Reads Gemma 2 (`Gemma2ForCausalLM`): every other layer with a window, and caps of scores and logits."""
-    read = ConfigReader(config, num_key_value_heads=4, **DEFAULTS)
+    read = ConfigReader(config, **DEFAULTS)
     cap = read.optional("attn_logit_softcapping", 50.0)
     full = read.attention(scale=_scale(read), score_cap=cap)
     attentions = read.windowed(full, lambda layer: layer % 2 == 0)
@@ -28,7 +28,7 @@ def gemma2(config: Mapping[str, Any]) -> Architecture:
 
 def gemma3(config: Mapping[str, Any]) -> Architecture:
     """Reads Gemma 3 (`Gemma3ForCausalLM`): windows in five of six layers, with a rotary embedding of their own."""
-    read = ConfigReader(config, 1e6, num_key_value_heads=4, **DEFAULTS)
+    read = ConfigReader(config, 1e6, **DEFAULTS, **GEMMA3_DEFAULTS)
     read.refuse_if_set("attn_logit_softcapping")  # transformers knows it and ignores it
     full = read.attention(norm="head", scale=_scale(read), rope=read.rope("linear", kind="full_attention"))
     theta = read.number("rope_local_base_freq", 1e4)
@@ -38,7 +38,12 @@ def gemma3(config: Mapping[str, Any]) -> Architecture:
     return _model(read, attentions, read.optional("final_logit_softcapping"))
 
 
-DEFAULTS = {"head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": True}
+DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": True}
+GEMMA3_DEFAULTS = {
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "max_position_embeddings": 131072,
+}  # fmt: skip
+"""Published files of the larger models leave out most of them."""
 
 
 def _scale(read: ConfigReader) -> float:

@@ -40,6 +40,14 @@ def qwen2(config: Mapping[str, Any]) -> Architecture:
     return _alike(ConfigReader(config, num_key_value_heads=32, use_sliding_window=False), bias=True)
 
 
+def mimo(config: Mapping[str, Any]) -> Architecture:
+    """Reads MiMo 7B (`MiMoForCausalLM`), which has Qwen2's tensors, and layers for further tokens."""
+    read = ConfigReader(config, num_key_value_heads=32, use_sliding_window=False)
+    if not read.flag("attention_bias", default=True):
+        read.refuse("attention_bias", False, "true")
+    return _alike(read, bias=True)
+
+
 def qwen3(config: Mapping[str, Any]) -> Architecture:
     """Reads Qwen3 (`Qwen3ForCausalLM`): RMSNorm on each query and key head, a head_dim of its own, no biases."""
     read = ConfigReader(config, num_key_value_heads=32, head_dim=128, use_sliding_window=False)

@@ -34,7 +34,7 @@ HARMLESS = re.compile(
     r"|(bos|eos|pad|unk|sep|mask|decoder_start|forced_bos|forced_eos)_token(_ids?)?"
     r"|(torch_)?dtype|use_bfloat16|torchscript|(.*_)?attn_implementation|use_flash_attn|.*initializer_(range|factor)"
     r"|.*_(dropout|pdrop)|use_cache|output_.*|return_dict.*|is_(decoder|encoder_decoder)|add_cross_attention|pruned_heads"
-    r"|chunk_size_feed_forward|mtp_.*|pretraining_tp|ep_size|(router_)?aux_loss_(coef|alpha)|seq_aux|num_nextn_predict_layers"
+    r"|chunk_size_feed_forward|mtp_.*|use_mtp|num_mtp_modules|pretraining_tp|ep_size|(router_)?aux_loss_(coef|alpha)|seq_aux|num_nextn_predict_layers"
     r"|id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params|prefix|tie_encoder_decoder"
     r"|do_sample|temperature|top_[kp]|(max|min)_(new_)?(length|tokens)|num_beams|.*_penalty|num_return_sequences"
 )
@@ -103,8 +103,8 @@ class ConfigReader:
         self.mxfp4 = False
         """The family has files with experts in MXFP4."""
 
-    def refuse(self, feature: str, given: object, needed: str) -> None:
-        self.problems.append(Problem(f"config.json: {feature} ({self.family})", brief(given), needed))
+    def refuse(self, feature: str, given: object, needed: str, fix: str = "") -> None:
+        self.problems.append(Problem(f"config.json: {feature} ({self.family})", brief(given), needed, fix))
 
     def refuse_if_set(self, *flags: str) -> None:
         for flag in flags:
@@ -308,17 +308,19 @@ class ConfigReader:
             self.refuse("sliding_window", None, "a number of tokens, for the layers of layer_types with windows")
         return attentions
 
-    def experts(self, *counts: str, ffn: str, normalize_top_k: bool) -> Experts:
-        """Reads experts with softmax scores. `counts` are the keys of their number, `ffn` that of the size of one."""
+    def experts(
+        self, *counts: str, ffn: str, normalize_top_k: bool, per_token: Sequence[str] = ("num_experts_per_tok",)
+    ) -> Experts:
+        """Reads experts with softmax scores. `counts` are the keys of their number, `per_token` of those that a token
+        passes, `ffn` of the size of one."""
         counts = counts or ("num_local_experts", "num_experts")
         count = self.integer(*counts, most=EXPERTS_MAX)
-        per_token = self.integer("num_experts_per_tok")
-        if per_token == 1 and normalize_top_k:
-            self.refuse("num_experts_per_tok", 1, "at least 2: Megatron does not normalize the weight of a single one")
-        if per_token > count:
-            needed = f"at most the number of experts, {count} ({' or '.join(counts)})"
-            self.refuse("num_experts_per_tok", per_token, needed)
-        return Experts(self.hidden, count, per_token, self.integer(ffn), normalize_top_k)
+        chosen, key = self.integer(*per_token), " or ".join(per_token)
+        if chosen == 1 and normalize_top_k:
+            self.refuse(key, 1, "at least 2: Megatron does not normalize the weight of a single one")
+        if chosen > count:
+            self.refuse(key, chosen, f"at most the number of experts, {count} ({' or '.join(counts)})")
+        return Experts(self.hidden, count, chosen, self.integer(ffn), normalize_top_k)
 
     def some_sparse(self, experts: Experts) -> list[Mlp | Experts]:
         """Reads MLPs, in the layers of mlp_only_layers, and experts, in every decoder_sparse_step-th other layer."""
@@ -349,6 +351,16 @@ class ConfigReader:
             raise ModelError(list(dict.fromkeys(self.problems)))
         return architecture
 
+    def _read_as_bfloat16(self, quantization: object) -> bool:
+        """Returns whether files with this scheme are read as the bfloat16 that they stand for (files/loading.py)."""
+        if not isinstance(quantization, Mapping):
+            return False
+        if quantization.get("quant_method") == "mxfp4":
+            return self.mxfp4
+        blocks = quantization.get("weight_block_size", ())  # null: one scale for a matrix
+        e4m3 = quantization.get("fmt") in (None, "e4m3", "float8_e4m3fn")
+        return quantization.get("quant_method") == "fp8" and e4m3 and blocks in (None, [128, 128])
+
     def _refuse_what_no_family_has(self) -> None:
         for key in ("dtype", "torch_dtype"):
             if self.config.get(key) not in DTYPES:
@@ -357,19 +369,17 @@ class ConfigReader:
             self.refuse("is_causal", self.config["is_causal"], "true: attention that looks ahead is not supported")
         if "hidden_act" not in self.config.known and self.config.get("hidden_act", "silu") != "silu":
             self.refuse("hidden_act", self.config["hidden_act"], "silu")
-        quantization = self.config.get("quantization_config")
-        names = ("quant_method", "fmt", "weight_block_size")
-        known = [["fp8", "e4m3", [128, 128]], ["fp8", None, [128, 128]], *([["mxfp4", None, None]] * self.mxfp4)]
-        scheme = [quantization.get(name) for name in names] if isinstance(quantization, Mapping) else []
-        if quantization and scheme not in known:  # these are read as bfloat16 (sides/checkpoint.py)
-            needed = "absent, or fp8 (e4m3) with weight_block_size [128, 128]" + ", or mxfp4" * self.mxfp4
-            self.refuse("quantization_config", quantization, needed)
+        if (quantization := self.config.get("quantization_config")) and not self._read_as_bfloat16(quantization):
+            needed = "absent, or fp8 (e4m3) with weight_block_size [128, 128] or null" + ", or mxfp4" * self.mxfp4
+            fix = "take a bfloat16 checkpoint, or dequantise this one (as transformers' model.dequantize()) and save it"
+            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+            self.refuse("quantization_config", method or quantization, needed, fix)
         if "layer_types" in self.config.known:
             return
         kinds = self.config.get("layer_types") or []
         if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-            self.refuse("layer_types", kinds, "full_attention only: sliding windows are not supported")
+            self.refuse("layer_types", kinds, "full_attention only: this family has no windows")
         elif self.config.get("use_sliding_window"):
-            self.refuse("use_sliding_window", True, "false: sliding windows are not supported")
+            self.refuse("use_sliding_window", True, "false: this family has no windows")
         if "use_sliding_window" in self.config and not self.config["use_sliding_window"]:
             self.config.known |= {"sliding_window", "max_window_layers"}  # of windows that are not used

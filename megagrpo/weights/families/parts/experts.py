@@ -34,8 +34,14 @@ class SigmoidRouter:
 
 
 @dataclass(frozen=True)
+class SoftmaxRouter:
+    """Routing as in ERNIE 4.5: softmax scores, normalised, and a bias that only the choice of experts sees."""
+
+
+@dataclass(frozen=True)
 class Experts:
-    """`experts` gated MLPs of `ffn` columns, of which a token passes `per_token`. `router` is None for softmax scores.
+    """`experts` gated MLPs of `ffn` columns, of which a token passes `per_token`. `router` is None for softmax scores
+    without a bias.
 
     `shared_ffn` is the total size of the experts that every token passes.
     """
@@ -45,7 +51,7 @@ class Experts:
     per_token: int
     ffn: int
     normalize_top_k: bool
-    router: SigmoidRouter | None = None
+    router: SigmoidRouter | SoftmaxRouter | None = None
     shared_ffn: int = 0
     shared_weight: bool = False
     """The shared experts' output is multiplied by the sigmoid of a projection to one number."""
@@ -63,6 +69,8 @@ class Experts:
 
     @property
     def only_local(self) -> str | None:
+        if isinstance(self.router, SoftmaxRouter):
+            return "softmax routers with a bias"
         return "experts with biases" if self.bias else "clamped experts" if self.clamp is not None else None
 
     @property
@@ -115,12 +123,10 @@ class Experts:
         }
         if self.clamp is not None:
             fields |= {"activation_func_clamp_value": self.clamp, "glu_linear_offset": 1.0}
-        if (router := self.router) is not None:
-            fields |= {
-                "moe_router_score_function": "sigmoid",
-                "moe_router_enable_expert_bias": True,
-                "moe_router_topk_scaling_factor": router.scale,
-            }
+        if (router := self.router) is not None:  # Megatron has a bias only beside sigmoid scores
+            fields |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+        if isinstance(router, SigmoidRouter):
+            fields["moe_router_topk_scaling_factor"] = router.scale
             if router.groups > router.groups_per_token:
                 fields |= {"moe_router_num_groups": router.groups, "moe_router_group_topk": router.groups_per_token}
         return fields
