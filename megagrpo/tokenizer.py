@@ -25,9 +25,11 @@ NAMED, END_OF_NAME = "\ue000", "\ue001"
 
 
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer. Raises ModelError if there is none, or one without a vocabulary."""
+    """Loads a tokenizer. Raises ModelError if there is none, one that needs code, or one without a vocabulary."""
+    if files := _code(Path(directory)):
+        raise ModelError(problem("tokenizer_of_code", directory=directory, files=", ".join(files)))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         tokenizer("")  # a model_max_length that is no number fails where it is used
     except Exception as error:  # noqa: BLE001  the Rust tokenizers raise plain Exception for a bad tokenizer.json
         raise ModelError(problem("no_usable_tokenizer", directory=directory, reason=first_line(error))) from None
@@ -35,6 +37,17 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
     if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):
         raise ModelError(problem("tokenizer_without_vocabulary", directory=directory))
     return tokenizer
+
+
+def _code(directory: Path) -> list[str]:
+    """Returns what a directory has in place of a tokenizer.json: transformers would ask for its code, or convert a
+    vocabulary without the rule that splits texts into words, which the code has."""
+    if (directory / "tokenizer.json").is_file():
+        return []
+    config = directory / "tokenizer_config.json"
+    named = config.is_file() and "AutoTokenizer" in (read_json(config).get("auto_map") or {})
+    files = [path.name for pattern in ("tokenization_*.py", "tiktoken.model") for path in directory.glob(pattern)]
+    return ["auto_map.AutoTokenizer in tokenizer_config.json"] * named + sorted(files)
 
 
 def end_tokens(directory: str | Path, tokenizer: Any) -> set[int]:

@@ -34,6 +34,7 @@ _SERVER = "nothing: megagrpo starts the server and chooses it"
 _WEIGHTS = "nothing: weights are sent to models that rollout.layout splits"
 _SAMPLING = "nothing: every request says how it is sampled"
 _DRAFT = "nothing: a draft model would keep its first weights, and the logprobs of drafted tokens are unproven"
+_CODE = "nothing: code of models is never run"
 _EXPERTS = "nothing: kernels other than Triton's order or pack the experts' weights in ways of their own"
 OWNED = (
     {
@@ -72,7 +73,7 @@ OWNED = (
         ),
         _WEIGHTS,
     )
-    | {"speculative_algorithm": _DRAFT, "moe_runner_backend": _EXPERTS}
+    | {"speculative_algorithm": _DRAFT, "moe_runner_backend": _EXPERTS, "trust_remote_code": _CODE}
     | dict.fromkeys(("preferred_sampling_params", "stream_interval", "incremental_streaming_output"), _SAMPLING)
 )  # fmt: skip
 
