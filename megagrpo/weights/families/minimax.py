@@ -16,10 +16,19 @@ NAMES = (
 )  # fmt: skip
 
 
+USUAL = {"qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True}
+"""Keys of published configs that transformers ignores."""
+
+
 def minimax_m2(config: Mapping[str, Any]) -> Architecture:
     """Reads MiniMax M2 (`MiniMaxM2ForCausalLM`)."""
     read = ConfigReader(config, 5e6, num_key_value_heads=8, head_dim=128)
-    read.refuse_if_set("router_jitter_noise")
+    read.refuse_if_set("router_jitter_noise", "shared_intermediate_size")
+    for key, usual in USUAL.items():
+        if read.config.get(key, usual) != usual:
+            read.refuse(key, read.config[key], str(usual).lower())
+    if any(kind != 1 for kind in read.config.get("attn_type_list") or []):
+        read.refuse("attn_type_list", read.config["attn_type_list"], "1 everywhere: softmax attention")
     rotated = read.config.get("rotary_dim")
     head_dim = read.integer("head_dim")
     part = 1.0 if rotated is None else read.integer("rotary_dim") / head_dim

@@ -75,10 +75,14 @@ class ModelFiles:
         values = read_region(*self._entries[name], start, shape)
         if values.dtype != torch.float8_e4m3fn:
             return values
+        file, scale = self._entries[name + SCALE_SUFFIX]
+        if len(scale.shape) < 2:  # one for the whole matrix
+            factor = read_region(file, scale, (0,) * len(scale.shape), scale.shape)
+            return (values.float() * factor.float()).bfloat16()
         first = tuple(low // BLOCK for low in start)
         last = scale_shape(tuple(low + size for low, size in zip(start, shape, strict=True)))
         covering = tuple(end - begin for begin, end in zip(first, last, strict=True))
-        scales = read_region(*self._entries[name + SCALE_SUFFIX], first, covering)
+        scales = read_region(file, scale, first, covering)
         # Rounded to bfloat16 once, as the conversion published with DeepSeek-V3 does.
         wide = values.float()
         for axis, (low, size) in enumerate(zip(start, shape, strict=True)):

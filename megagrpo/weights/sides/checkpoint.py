@@ -28,6 +28,8 @@ FP8 = "F8_E4M3"
 MXFP4 = "U8"
 """Two values of float4 in a byte, or the exponent of a block of MXFP4_VALUES with the bias of float32."""
 MXFP4_BLOCKS, MXFP4_SCALES, MXFP4_VALUES = "_blocks", "_scales", 32
+ACTIVATION_SCALE = ".activation_scale"
+"""The suffix of a module's scale of what comes in, beside a weight with one scale; weights do not depend on it."""
 STAND_FOR = {FP8: "bfloat16", MXFP4: "bfloat16"}
 LARGEST_HEADER_BYTES = 100_000_000
 INNER = "model."
@@ -132,13 +134,15 @@ def extra_tensors(directory: str | Path) -> list[str]:
 
 
 def _is_scale(name: str) -> bool:
-    return name.endswith((SCALE_SUFFIX, MXFP4_SCALES))
+    return name.endswith((SCALE_SUFFIX, ACTIVATION_SCALE, MXFP4_SCALES))
 
 
 def _stands_for(arch: Architecture, name: str) -> str:
     """Returns the name of the tensor that a stored one stands for, alone or with another; by default its own."""
     if FAMILIES[arch.family].mxfp4:
         name = name.removesuffix(MXFP4_BLOCKS).removesuffix(MXFP4_SCALES)
+    if name.endswith(ACTIVATION_SCALE):
+        return name.removesuffix(ACTIVATION_SCALE) + ".weight"
     return name.removesuffix(SCALE_SUFFIX)
 
 
@@ -254,6 +258,8 @@ def _entry_problem(entry: Entry, shape: tuple[int, ...], scale: Entry | None) ->
     wanted = list(scale_shape(shape))
     if scale is None or len(shape) != 2:
         return "a tensor in fp8 without scales", f"a matrix with {SCALE_SUFFIX} F32 {wanted}"
+    if scale.dtype in DTYPES and scale.shape in ((), (1,)):  # one for the whole matrix
+        return None
     if scale.dtype != "F32" or list(scale.shape) != wanted:
         return f"{SCALE_SUFFIX} {scale.dtype} {list(scale.shape)}", f"{SCALE_SUFFIX} F32 {wanted}"
     return None
