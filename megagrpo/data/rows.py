@@ -118,13 +118,22 @@ def stream(path: str, schema_of: SchemaOf[AnyRow], findings: Findings, limit: in
             given = f"keys {', '.join(record)}"
             findings.add(Problem(f"{where}: no {name!r}", given, needed=name) for name in lacking)
             continue
-        row = schema.row(record, number, where)
+        row = _pictures(record, where) or schema.row(record, number, where)
         if isinstance(row, list):
             findings.add(row)
         else:
             yield row
     if not seen:
         findings.add([Problem(path, "the file has no rows", "at least one row")])
+
+
+def _pictures(record: Record, where: str) -> list[Problem]:
+    """Returns the problems of columns with pictures. Text in them is something else, such as a container's name."""
+    columns = (name for name in ("image", "images", "videos") if record.get(name) and not isinstance(record[name], str))
+    return [Problem(f"{where}, {name}", f"a {type(record[name]).__name__}", *TEXT_ALONE) for name in columns]
+
+
+TEXT_ALONE = ("text alone: pictures are not read", "leave out the rows with pictures")
 
 
 def message_problems(messages: object, where: str) -> list[Problem]:
@@ -143,7 +152,12 @@ def message_problems(messages: object, where: str) -> list[Problem]:
         if message.get("role") not in ROLES:
             given = brief(message.get("role"))
             problems.append(Problem(f"{at}.role", given, needed=f"one of {', '.join(ROLES)}"))
-        problems += text_problems(message.get("content"), f"{at}.content")
+        content = message.get("content")
+        parts = [part.get("type") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+        if others := sorted({str(kind) for kind in parts if kind} - {"text"}):
+            problems.append(Problem(f"{at}.content", f"parts of type {', '.join(others)}", *TEXT_ALONE))
+        else:
+            problems += text_problems(content, f"{at}.content")
     return problems
 
 

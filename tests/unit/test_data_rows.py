@@ -63,6 +63,29 @@ def message(role: str = "user", content: Any = "hi") -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
+PART = {"type": "text", "text": "What is on it?"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"images": [{"bytes": None, "path": "a.png"}]}, "images"),
+        ({"image": {"bytes": "aGk=", "path": None}}, "image"),
+        ({"prompt": [message(content=[PART | {"type": "image"}, PART])]}, "prompt[0].content"),
+        ({"prompt": [message(content=[PART | {"type": "image_url"}])]}, "prompt[0].content"),
+    ],
+)
+def test_pictures_are_refused(changes, where, write):
+    [problem] = problems_of(write(row(**changes)))
+    assert problem.where.endswith(f", {where}")
+    assert problem.needed == "text alone: pictures are not read"
+
+
+def test_a_column_image_of_text_or_without_pictures_is_none(write):
+    rows = read(write(row(image="python:3.12", images=[]), row(image="", images=None)), prompt_schema())
+    assert [its.extra_info["image"] for its in rows] == ["python:3.12", ""]
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
