@@ -8,14 +8,20 @@ from tests.distributed.config_ranks import readings
 from tests.rank_group import run_ranks
 from tests.tiny_models import COMPOSITES, TINY_FAMILIES
 
-FILES_DECIDE = ("mistral3",)
-"""Models whose embeddings transformers ties by config.json, unless the files have a head of other values."""
+OF_COMPOSITES = (
+    "tie_word_embeddings = dropped: logits differ",  # a head in the files of other values is not tied
+    "multimodal_projector_bias = True: other tensors",
+    "spatial_merge_size = ",
+)
+"""Faults of whole composites that are none of the text model that the files hold."""
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", [*TINY_FAMILIES, *(its for its in COMPOSITES if its not in FILES_DECIDE)])
+@pytest.mark.parametrize("family", [*TINY_FAMILIES, *COMPOSITES])
 def test_a_changed_key_is_read_as_by_transformers_or_refused_by_name(family: str) -> None:
     ((cases, wrong),) = run_ranks(1, readings, family)
     print(f"{family}: {cases} cases")
     assert cases > 200
+    if family in ("gemma3", "mistral3"):  # the others' towers are not loaded
+        wrong = [fault for fault in wrong if not fault.startswith(OF_COMPOSITES)]
     assert not wrong

@@ -119,7 +119,7 @@ def test_deepseek_v3_is_read_as_it_is() -> None:
         (QWEN2, {"layer_types": 7}, "layer_types"),
         (LLAMA | {"model_type": "mistral"}, {"sliding_window": 0}, "sliding_window (mistral)"),
         (LLAMA, {"model_type": None}, "model_type"),
-        ({"model_type": "gemma3", "text_config": LLAMA}, {}, "text_config.model_type (gemma3)"),
+        ({"model_type": "gemma3", "text_config": LLAMA, "vision_config": {}}, {}, "text_config.model_type (gemma3)"),
         (LLAMA, {"attention_bias": True}, "attention_bias (llama)"),
         (LLAMA, {"mlp_bias": True}, "mlp_bias"),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act"),

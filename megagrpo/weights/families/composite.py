@@ -49,9 +49,11 @@ def text_of(
     text_configs without a model_type. `tower` counts the elements of the tower of its vision_config."""
 
     def architecture_of(config: Mapping[str, Any]) -> Architecture:
-        text, family = config.get("text_config"), str(config.get("model_type"))
+        text, vision, family = config.get("text_config"), config.get("vision_config"), str(config.get("model_type"))
         if not isinstance(text, Mapping):
             raise ModelError(Problem(f"config.json: text_config ({family})", brief(text), "the text model's config"))
+        if not isinstance(vision, Mapping):
+            raise ModelError(Problem(f"config.json: vision_config ({family})", brief(vision), "the tower's config"))
         kind = text.get("model_type", next(iter(readers)))
         if kind not in readers:
             where = f"config.json: text_config.model_type ({family})"
@@ -66,8 +68,8 @@ def text_of(
         if len(set(map(str, tied))) > 1:
             where, needed = f"config.json: tie_word_embeddings ({family})", "the same as in text_config"
             raise ModelError(Problem(where, brief(tied[0]), needed))
-        shared = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
-        vision = tower(config.get("vision_config") or {})
-        return replace(readers[kind]({**text, **shared}), family=family, tower=vision)
+        keys = ("tie_word_embeddings", "quantization_config", "is_causal")
+        shared = {key: config[key] for key in keys if key in config}
+        return replace(readers[kind]({**text, **shared}), family=family, tower=tower(vision))
 
     return architecture_of
