@@ -158,7 +158,7 @@ demo-families: adder
 	@for family in qwen3_5_text gpt_oss; do \
 		rm -rf runs/adder_sft_$$family; \
 		$(BIN)/megagrpo sft yaml_recipes/adder_sft_cpu.yaml name=adder_sft_$$family \
-			model.path=$(ADDER)/untrained_$$family && \
+			train.optimizer.lr=1.0e-3 model.path=$(ADDER)/untrained_$$family && \
 		$(BIN)/megagrpo train yaml_recipes/adder_cpu.yaml name=adder_$$family train.layout='{data: 2}' \
 			model.path=runs/adder_sft_$$family/hugging_face $(OVERRIDES) || exit 1; done
 

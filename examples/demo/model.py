@@ -54,7 +54,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 32, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
     },
     "gpt_oss": {
-        "head_dim": 32, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 192,
+        "head_dim": 32, "sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "intermediate_size": 192,
     },
 }  # fmt: skip
 """Families of the demo's models, and sizes of their own."""
