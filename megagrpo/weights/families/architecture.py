@@ -55,7 +55,7 @@ class Layer:
 
     def on_sglang(self, rank: LayerOnEngine, of: LayerTensors) -> None:
         for role, tensor in of.roles.items():
-            if role.endswith("norm"):
+            if role.endswith("norm") and role not in ("q_norm", "k_norm"):
                 rank.whole(tensor)
         self.attention.on_sglang(rank, of)
         self.mlp.on_sglang(rank, of)

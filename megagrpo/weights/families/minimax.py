@@ -14,12 +14,17 @@ NAMES = (
     (".mlp.gate.e_score", ".mlp.e_score"), (".mlp.", ".block_sparse_moe."), (".gate_proj.", ".w1."),
     (".up_proj.", ".w3."), (".down_proj.", ".w2."),
 )  # fmt: skip
+PUBLISHED = {"scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True}
+"""Keys of published configs. transformers does not read them; SGLang does."""
 
 
 def minimax_m2(config: Mapping[str, Any]) -> Architecture:
     """Reads MiniMax M2 (`MiniMaxM2ForCausalLM`)."""
     read = ConfigReader(config, 5e6, num_key_value_heads=8, head_dim=128)
     read.refuse_if_set("router_jitter_noise")
+    for key, only in PUBLISHED.items():
+        if read.config.get(key, only) != only:
+            read.refuse(key, read.config[key], str(only))
     rotated = read.config.get("rotary_dim")
     head_dim = read.integer("head_dim")
     part = 1.0 if rotated is None else read.integer("rotary_dim") / head_dim
