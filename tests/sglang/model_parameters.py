@@ -21,7 +21,7 @@ from megagrpo.rollout.engine import ServerSpec
 from megagrpo.rollout.sglang import launch
 from megagrpo.rollout.sglang.arguments import server_arguments
 from megagrpo.weights.quantizing import dequantize, quantize
-from megagrpo.weights.transport.sglang import checksum
+from megagrpo.weights.transport.sglang import check_derived, checksum, derive
 
 MODULES = {
     "deepseek_v3": "deepseek_v2", "gemma3_text": "gemma3_causal", "kimi_k2": "deepseek_v2", "olmo3": "olmo2",
@@ -88,7 +88,12 @@ def parameters(directory: str, layout: EngineLayoutConfig, quantization: str | N
 
 @torch.no_grad()
 def load(model: torch.nn.Module, directory: Path) -> None:
-    """Elements that the class does not load are not numbers."""
+    """Elements that the class does not load are not numbers. Before that, what SGLang derives from weights follows from
+    others that were written in place."""
+    for parameter in model.parameters():
+        parameter.fill_(3.0)
+    derive(model)
+    check_derived(model)
     for parameter in model.parameters():
         parameter.fill_(float("nan"))
     files = [its for path in sorted(directory.glob("*.safetensors")) for its in load_file(path).items()]

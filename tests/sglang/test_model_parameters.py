@@ -84,6 +84,7 @@ WHOLE_BLOCKS = {
 }  # fmt: skip
 GROUPED = WHOLE_BLOCKS | {"head_dim": 64, "num_key_value_heads": 4}
 ROUTED = GROUPED | {"moe_intermediate_size": 256}
+WEIGHTED = {"hidden_size": 512, "mlp_only_layers": [], "shared_expert_intermediate_size": 256}
 LATENT = WHOLE_BLOCKS | {
     "num_key_value_heads": 8, "moe_intermediate_size": 256, "q_lora_rank": 128, "kv_lora_rank": 128,
     "qk_nope_head_dim": 96, "qk_rope_head_dim": 32, "v_head_dim": 64,
@@ -108,7 +109,7 @@ QUANTIZED: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     ("ministral3", GROUPED | {"sliding_window": None}, {"tensor": 2}),
     ("olmo2", GROUPED | {"hidden_size": 512}, {"tensor": 2}),
     ("phi3", GROUPED | {"hidden_size": 512}, {"tensor": 2}),
-    ("qwen2_moe", ROUTED | {"mlp_only_layers": [], "shared_expert_intermediate_size": 256}, {"tensor": 2}),
+    ("qwen2_moe", ROUTED | WEIGHTED, {"tensor": 2}),
 ]
 
 
