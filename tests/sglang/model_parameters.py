@@ -26,6 +26,7 @@ from megagrpo.weights.transport.sglang import check_derived, checksum, derive
 MODULES = {
     "deepseek_v3": "deepseek_v2", "gemma3_text": "gemma3_causal", "kimi_k2": "deepseek_v2", "olmo3": "olmo2",
     "phi3": "llama", "qwen3_5_moe": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_text",
+    **dict.fromkeys(("ernie4_5", "seed_oss", "smollm3"), "transformers"),
 }  # fmt: skip
 """Module of SGLang with a family's class, if not named after it. SGLang's registry would import two hundred others."""
 NO_CACHE_OF_STATES = {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
@@ -76,7 +77,7 @@ def parameters(directory: str, layout: EngineLayoutConfig, quantization: str | N
         assert model_config.quantization == quantization
         blocks = Fp8Config.from_config(config.quantization_config) if quantization else None
         module = importlib.import_module(f"sglang.srt.models.{MODULES.get(family, family)}")
-        model_class = getattr(module, config.architectures[0])
+        model_class = getattr(module, config.architectures[0], None) or module.TransformersForCausalLM
         with parallel.override(**groups), torch.device("meta" if blocks else "cpu"):
             model = model_class(config, quant_config=blocks)
             if blocks is None:

@@ -63,6 +63,9 @@ CASES: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     ("qwen3_5_moe_text", {}, {"tensor": 4, "expert": 4, "attention_data": 2, "pipeline": 2}),
     ("qwen3_next", {"linear_num_key_heads": 4, "linear_num_value_heads": 8}, {"tensor": 4, "expert": 2}),
     ("qwen3_next", {"linear_num_key_heads": 4}, {"tensor": 4, "attention_data": 2}),
+    ("ernie4_5", TIED, {"tensor": 2}),
+    ("seed_oss", {}, {"tensor": 2}),
+    ("smollm3", TIED, {"tensor": 2}),
 ]
 INTERVAL = {"full_attention_interval": 4}
 LIKE_DEEPSEEK = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}

@@ -60,7 +60,7 @@ FAMILIES: dict[str, Family] = {
     "arcee": Family(llama_like.arcee, sglang=sglang_classes.ARCEE),
     "deepseek_v3": Family(deepseek_like.deepseek_v3, sglang=sglang_classes.DEEPSEEK),
     "dots1": Family(deepseek_like.dots1, sglang=sglang_classes.UNCOMPARED),
-    "ernie4_5": Family(llama_like.ernie4_5, sglang=sglang_classes.UNCOMPARED),
+    "ernie4_5": Family(llama_like.ernie4_5, sglang=sglang_classes.TRANSFORMERS),
     "exaone4": Family(
         olmo.exaone4,
         olmo.NAMES,
@@ -101,7 +101,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo2": Family(olmo.olmo2, olmo.NAMES, sglang=sglang_classes.ONE_STAGE),
     "olmo3": Family(olmo.olmo3, olmo.NAMES, sglang=sglang_classes.ONE_STAGE),
-    "phi3": Family(llama_like.phi3, fuse=fused.everything, sglang=sglang_classes.MISTRAL),
+    "phi3": Family(llama_like.phi3, fuse=fused.everything, sglang=sglang_classes.PHI3),
     "qwen2": Family(llama_like.qwen2),
     "qwen2_moe": Family(
         llama_like.qwen2_moe,
@@ -142,8 +142,8 @@ FAMILIES: dict[str, Family] = {
         fuse=qwen_next.fused_by_head,
         sglang=sglang_classes.QWEN3_NEXT,
     ),
-    "seed_oss": Family(llama_like.seed_oss, sglang=sglang_classes.UNCOMPARED),
-    "smollm3": Family(llama_like.smollm3, sglang=sglang_classes.UNCOMPARED),
+    "seed_oss": Family(llama_like.seed_oss, sglang=sglang_classes.TRANSFORMERS),
+    "smollm3": Family(llama_like.smollm3, sglang=sglang_classes.TRANSFORMERS),
 }
 """By model_type in config.json."""
 

@@ -35,6 +35,10 @@ class SglangClass:
     """Projections of delta nets that hold the parts of one key head after those of another."""
     cuts_norms: bool = False
     """Norms over all heads of queries and keys cut by heads, in place of whole ones."""
+    fuses: bool = True
+    """One parameter of queries, keys and values, and one of gate and up. Otherwise each rank has whole key heads."""
+    pads: bool = True
+    """A loader of MLPs that SGLang pads on CPUs."""
     alternates: bool = False
     """Rows of gate and up of experts that alternate, in place of all rows of gate before those of up."""
     quantizes: bool = True
@@ -62,15 +66,18 @@ def _never_compared(arch: Architecture) -> Iterator[Problem]:
 
 USUAL = SglangClass()
 UNCOMPARED = SglangClass(refuses=_never_compared)
+TRANSFORMERS = SglangClass(stages=False, fuses=False, pads=False, quantizes=False)
+"""SGLang's wrapper of transformers' model, for families without a class of their own."""
 ONE_STAGE = SglangClass(stages=False)
 LLAMA = SglangClass(head_on_every_stage=True, ties="on one stage")
-ARCEE = replace(LLAMA, ties="never")
+ARCEE = replace(LLAMA, ties="never", pads=False)
 EXAONE4 = replace(LLAMA, refuses=olmo.ignored_by_sglangs_exaone4)
 MISTRAL = replace(LLAMA, refuses=llama_like.ignored_by_sglangs_mistral)
-MIXTRAL = replace(ARCEE, refuses=llama_like.ignored_by_sglangs_mixtral)
+MIXTRAL = replace(LLAMA, ties="never", refuses=llama_like.ignored_by_sglangs_mixtral)
 GEMMA2 = replace(ONE_STAGE, refuses=gemma.ignored_by_sglang)
 GEMMA3 = replace(GEMMA2, embedding="whole")
-GLM4 = SglangClass(ties="on one stage")
+PHI3 = replace(MISTRAL, pads=False)
+GLM4 = SglangClass(ties="on one stage", pads=False)
 QWEN3 = SglangClass(attention_groups=True, attentions=())
 DEEPSEEK = SglangClass(
     attention_groups=True,

@@ -163,6 +163,13 @@ def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
         problems.append(Problem(where, f"attention_data = {layout.attention_data}", needed))
     if expert > 1 and not of_class.expert_parallel:
         problems.append(Problem(where, f"expert = {expert}", "1: SGLang's class does not load parts of the experts"))
+    if not of_class.fuses and arch.query_groups % tensor:
+        problems.append(Problem(where, f"key-value heads: {arch.query_groups}", f"a multiple of {tensor}"))
+    if device == "cpu" and not of_class.pads:
+        multiple = CPU_FFN_MULTIPLE * tensor
+        unlike = sorted({kind.mlp.ffn for kind in arch.kinds if kind.mlp.ffn % multiple})
+        needed = f"a multiple of {multiple} on CPUs, where SGLang pads others and fails to load them"
+        problems += [Problem(where, f"ffn: {ffn}", needed) for ffn in unlike]
     least = {"one": 1, "tensor": tensor, "tensor / expert": tensor // expert}[of_class.least_experts]
     if 0 < arch.experts < least:
         problems.append(Problem(where, f"experts: {arch.experts}", f"at least {least}, as SGLang demands"))
@@ -218,6 +225,10 @@ class LayerOnEngine:
     def rows(self, rows: Sequence[Rows], fused: tuple[str, str] = ("", ""), *, wide: bool = False) -> None:
         """Adds rows of tensors, one after another. `fused`: a part of the first one's name, and SGLang's in its place
         for all of them. `wide`: in float32."""
+        if fused[0] and not self.sglang.fuses:
+            for part in rows:
+                self.rows([part])
+            return
         (first, *_) = (part.tensor for part in rows if part.tensor is not None)
         self.builder.rows(first.name.replace(*fused), rows, first.shape[1:], "float32" if wide else "")
 
@@ -232,8 +243,10 @@ class LayerOnEngine:
         """Adds this rank's part of an MLP with the matrices `up` before its activation. `ffn` is the size of the whole
         MLP with padding."""
         tensor = self.layout.tensor
-        rows = [part for matrix in up for part in padded_shard(matrix, ffn, self.rank, tensor)]
-        self.builder.rows(up[0].name.replace("gate_proj", "gate_up_proj"), rows, up[0].shape[1:])
+        for fused in [up] if self.sglang.fuses else [[matrix] for matrix in up]:
+            rows = [part for matrix in fused for part in padded_shard(matrix, ffn, self.rank, tensor)]
+            name = up[0].name.replace("gate_proj", "gate_up_proj") if self.sglang.fuses else fused[0].name
+            self.builder.rows(name, rows, up[0].shape[1:])
         self.builder.columns(down.name, down, self.rank, tensor, ffn)
 
     def experts(self, router: Tensor, experts: Sequence[Roles], ffn: int, bias: bool) -> None:
