@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.families import read_architecture
@@ -21,7 +20,7 @@ from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.sides import sglang
 from megagrpo.weights.transport.sglang import checksum
 from megagrpo.weights.views import torch_dtype
-from tests.tiny_models import DIMENSIONS, TINY_FAMILIES, make_model, randomize
+from tests.tiny_models import COMPOSITES, TINY_FAMILIES, config_of, make_model
 
 FIVE_LAYERS: dict[str, Any] = {"num_hidden_layers": 5}
 TIED: dict[str, Any] = {"tie_word_embeddings": True}
@@ -81,7 +80,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 """Keys of published configs that SGLang needs and transformers 5 does not write."""
 
 
-COMPOSITES = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}
 WHOLE_BLOCKS = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_hidden_layers": 2,
 }  # fmt: skip
@@ -131,17 +129,16 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Asked:
     for number, (family, changes, layout) in enumerate([*CASES, *QUANTIZED]):
         path = root / f"{number}-{family}"
         if number >= len(CASES):
-            class_name, own = TINY_FAMILIES[family]
-            config = getattr(transformers, class_name)(**(DIMENSIONS | own | changes))
-            config.architectures = [class_name.replace("Config", "ForCausalLM")]
+            config = config_of(family, **changes)
+            config.architectures = [TINY_FAMILIES[family][0].replace("Config", "ForCausalLM")]
             config.save_pretrained(path)
-        elif family in COMPOSITES:
-            make_composite(family, path, changes)
         else:
             make_model(family, path, **changes)
         keys = {"dtype": "bfloat16", **PUBLISHED.get(family, {})}
-        written = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(written | keys))
+        written = json.loads((path / "config.json").read_text()) | keys
+        if family in COMPOSITES:
+            written["text_config"] |= INTERVAL
+        (path / "config.json").write_text(json.dumps(written))
         questions.append((path, layout, None if number < len(CASES) else "fp8"))
     torch.save(matrices(), root / "matrices")
     answer = subprocess.run(
@@ -153,21 +150,6 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Asked:
     same_bits, of_cases = json.loads(answer.stdout.splitlines()[-1])
     of_each = zip(questions, of_cases, strict=True)
     return Asked([(path, EngineLayoutConfig(**sizes), fp8, ranks) for (path, sizes, fp8), ranks in of_each], same_bits)
-
-
-def make_composite(family: str, directory: Path, changes: dict[str, Any]) -> None:
-    """A random text model with a small vision tower."""
-    text = DIMENSIONS | TINY_FAMILIES[f"{family}_text"][1] | changes
-    tower = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 48}
-    config = getattr(transformers, f"{COMPOSITES[family]}Config")(
-        text_config=text, vision_config=tower, tie_word_embeddings=text["tie_word_embeddings"]
-    )
-    model = getattr(transformers, f"{COMPOSITES[family]}ForConditionalGeneration")(config)
-    randomize(model, 0)
-    model.save_pretrained(directory)
-    written = json.loads((directory / "config.json").read_text())
-    written["text_config"] |= INTERVAL
-    (directory / "config.json").write_text(json.dumps(written))
 
 
 def matrices() -> list[torch.Tensor]:

@@ -45,7 +45,7 @@ def sglang_memory(case: Case) -> EngineMemory:
     of_attention, stages = attention_of_stages(arch, layout.pipeline, group, cached), []
     for stage, held in enumerate(engine_rank_parameters(arch, layout, device)):
         derived, cache = of_attention[stage]
-        weights = (held + derived + arch.tower // group) * element  # each stage makes the tower
+        weights = (held + derived) * element
         if rollout.quantization is not None:
             counts = arch.tally(stage_layers(len(arch.layers), stage, layout.pipeline))
             blocks = sum(map(mul, counts, engine_blocks(arch, layout)))

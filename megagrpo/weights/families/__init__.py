@@ -110,7 +110,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3": Family(llama_like.qwen3, sglang=sglang_classes.QWEN3),
     "qwen3_5": Family(
-        composite.text_of(qwen_next.qwen3_5, composite.qwen_tower),
+        composite.text_of(qwen_next.qwen3_5),
         composite.QWEN_NAMES,
         composite.QWEN_LOADED,
         fuse=qwen_next.fused_whole,
@@ -118,7 +118,7 @@ FAMILIES: dict[str, Family] = {
         sglang=sglang_classes.QWEN3_5,
     ),
     "qwen3_5_moe": Family(
-        composite.text_of(qwen_next.qwen3_5_moe, composite.qwen_tower),
+        composite.text_of(qwen_next.qwen3_5_moe),
         llama_like.SHARED_EXPERT_NAMES + composite.QWEN_NAMES,
         composite.QWEN_LOADED,
         fuse=qwen_next.fused_whole,

@@ -96,8 +96,6 @@ class Architecture:
     """The bound of scaled logits x, which become cap tanh(x / cap)."""
     zero_centred_norms: bool = False
     """Norms multiply by 1 + weight."""
-    tower: int = 0
-    """Elements of a vision tower beside the text model: engines that load whole checkpoints hold it, unused."""
     value_head: bool = False
     """A critic: its head gives one number for each token, in place of logits over the vocabulary."""
 

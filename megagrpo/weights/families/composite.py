@@ -20,27 +20,10 @@ QWEN_NAMES = (("model.", "model.language_model."),)
 QWEN_LOADED = (("model.language_model.", "model."),)
 
 
-VISION = {
-    "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "in_channels": 3, "patch_size": 16,
-    "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 2304, "out_hidden_size": 3584,
-}  # fmt: skip
-"""Sizes of a Qwen tower that a config may leave out."""
-
-
-def qwen_tower(config: Mapping[str, Any]) -> int:
-    """Returns the elements of the vision tower of a vision_config: patches, positions, blocks, and the merger."""
-    depth, hidden, ffn, colours, patch, frames, merge, positions, out = ({**VISION, **config}[key] for key in VISION)
-    block = 4 * hidden * (hidden + 1) + 2 * hidden * ffn + ffn + hidden + 4 * hidden
-    wide = hidden * merge**2
-    merger = 2 * hidden + wide * (wide + 1) + out * (wide + 1)
-    return hidden * (colours * frames * patch**2 + 1 + positions) + depth * block + merger
-
-
 def text_of(
-    read: Callable[[Mapping[str, Any]], Architecture], tower: Callable[[Mapping[str, Any]], int] = lambda vision: 0
+    read: Callable[[Mapping[str, Any]], Architecture],
 ) -> Callable[[Mapping[str, Any]], Architecture]:
-    """Returns a reader of a composite config.json, whose text model `read` reads. `tower` counts the elements of the
-    tower of its vision_config."""
+    """Returns a reader of a composite config.json, whose text model `read` reads."""
 
     def architecture_of(config: Mapping[str, Any]) -> Architecture:
         text, family = config.get("text_config"), str(config.get("model_type"))
@@ -57,6 +40,6 @@ def text_of(
             where, needed = f"config.json: tie_word_embeddings ({family})", "the same as in text_config"
             raise ModelError(Problem(where, brief(tied[0]), needed))
         shared = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
-        return replace(read({**text, **shared}), family=family, tower=tower(config.get("vision_config") or {}))
+        return replace(read({**text, **shared}), family=family)
 
     return architecture_of

@@ -28,7 +28,7 @@ class SglangClass:
     ties: Literal["on stages", "on one stage", "never"] = "on stages"
     """The layouts in which a tied head is the embedding. On the last of several stages it is a copy."""
     embedding: Literal["cut", "whole in groups", "whole"] = "cut"
-    """How ranks hold the embedding: cut by rows; whole with attention data parallelism; or whole, without padding."""
+    """The embedding of a rank: cut by rows; whole with attention data parallelism; or whole, without padding."""
     wide_router: bool = False
     """Routers in float32."""
     by_key_head: bool = False
