@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
-
-import pytest
 
 from megagrpo.plan.case import GPUS, Machines
 from megagrpo.plan.parameters import known_models
 from megagrpo.plan.plan import Plan, plan_of
 from megagrpo.plan.search import Search, search
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
-from megagrpo.weights.families import FAMILIES, UNCOMPARED, read_architecture
+from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
 
 LLAMA_8B, LLAMA_70B = "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-70B-Instruct"
@@ -111,14 +108,6 @@ def sft_recipe(examples: int = 64, **train: Any) -> SftRecipe:
             "train": {"total_epochs": 1} | train,
         }
     )
-
-
-def serve_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets SGLang serve families whose parameters were not compared with those of its classes yet."""
-    for name, family in FAMILIES.items():
-        if family.sglang.refuses is UNCOMPARED.refuses:
-            row = replace(family, sglang=replace(family.sglang, refuses=lambda arch: ()))
-            monkeypatch.setitem(FAMILIES, name, row)
 
 
 @lru_cache

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Literal
@@ -58,13 +58,18 @@ class Storage:
     name: str
     shape: tuple[int, ...]
     dtype: str  # torch's name without "torch.": float32, bfloat16, …
-    folded: bool = False
-    """A file, or a loaded model, has the last two axes as one, in which columns of several tensors alternate."""
+    folded: int = 0
+    """In a file or a loaded model, this axis, counted from the last one as 1, is one with the axis before it: rows or
+    columns of several tensors alternate. 0: no axis."""
 
     @property
     def outer_shape(self) -> tuple[int, ...]:
         """Returns the shape in a file or a loaded model."""
-        return (*self.shape[:-2], self.shape[-2] * self.shape[-1]) if self.folded else self.shape
+        if not self.folded:
+            return self.shape
+        *before, size = self.shape[: -self.folded]
+        alternating, *behind = self.shape[-self.folded :]
+        return (*before, size * alternating, *behind)
 
     @property
     def bytes(self) -> int:
@@ -142,6 +147,14 @@ class Manifest:
     storages: Mapping[str, Storage]
     placements: tuple[Placement, ...]
     fills: tuple[Fill, ...] = ()
+
+    def renamed(self, name_of: Callable[[str], str]) -> Manifest:
+        """Returns the same manifest with other names of storages."""
+        storages = {name_of(name): replace(its, name=name_of(name)) for name, its in self.storages.items()}
+        placements = tuple(replace(its, storage=name_of(its.storage)) for its in self.placements)
+        return Manifest(
+            self.holder, storages, placements, tuple(replace(its, storage=name_of(its.storage)) for its in self.fills)
+        )
 
     def by_storage(self) -> dict[str, list[Placement]]:
         """Returns the placements in each storage, in their order. A storage without any is not among them."""

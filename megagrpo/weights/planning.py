@@ -129,7 +129,7 @@ def bundles_of(sources: Sequence[HolderClass], destinations: Sequence[HolderClas
             box = placement.box
             storage = storages[placement.storage]
             wanted[box.tensor].append((box.start, box.shape, index, storage.dtype))
-            together[box.tensor] = storage.shape[-1] if storage.folded else 1
+            together[box.tensor] = storage.shape[-storage.folded] if storage.folded else 1
     kinds: dict[tuple[tuple[_Held, ...], tuple[_Wanted, ...], int], list[str]] = defaultdict(list)
     for tensor, wants in wanted.items():
         kinds[tuple(held.get(tensor, ())), tuple(wants), together[tensor]].append(tensor)

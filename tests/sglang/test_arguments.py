@@ -123,8 +123,8 @@ def test_the_recipes_arguments_win_over_defaults_but_not_over_ours() -> None:
     assert not of({"enable_fp32_lm_head": False}, device="cuda", deterministic=True)["enable_fp32_lm_head"]
     own = {"json_model_override_args": '{"rope_theta": 5}'}
     changes = json.loads(of(own, quantization="fp8")["json_model_override_args"])
-    assert changes.keys() == {"rope_theta", "quantization_config"}
-    assert "json_model_override_args" not in of()
+    assert changes.keys() == {"rope_theta", "quantization_config", "language_model_only"}
+    assert "quantization_config" not in of()["json_model_override_args"]
 
 
 @pytest.mark.long

@@ -1,6 +1,6 @@
-"""Every rank of an engine holds the parameters of SGLang's own model classes, and float8 blocks have the bits of
-SGLang's own quantiser. No server of a quantised model runs on CPUs without AMX, which SGLang's kernels for blocks need
-there."""
+"""Every rank of an engine holds the parameters of SGLang's own model classes, with the bits that these load from the
+same files. Float8 blocks have the bits of SGLang's own quantiser. No server of a quantised model runs on CPUs without
+AMX, which SGLang's kernels for blocks need there."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.families import read_architecture
+from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.sides import sglang
-from tests.tiny_models import DIMENSIONS, TINY_FAMILIES
+from megagrpo.weights.transport.sglang import checksum
+from megagrpo.weights.views import torch_dtype
+from tests.tiny_models import COMPOSITES, TINY_FAMILIES, config_of, make_model
 
-FIVE_LAYERS = {"num_hidden_layers": 5}
+FIVE_LAYERS: dict[str, Any] = {"num_hidden_layers": 5}
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
 CASES: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     ("llama", FIVE_LAYERS, {"tensor": 4, "pipeline": 3}),
     ("mistral", {}, {"tensor": 2, "pipeline": 2}),
@@ -34,7 +37,47 @@ CASES: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     ("deepseek_v3", FIVE_LAYERS, {"tensor": 4, "expert": 2, "attention_data": 2, "pipeline": 2}),
     ("deepseek_v3", {"num_attention_heads": 8, "num_key_value_heads": 8}, {"tensor": 8, "expert": 8}),
     ("deepseek_v3", {"q_lora_rank": None}, {"tensor": 4, "expert": 4, "attention_data": 4, "pipeline": 4}),
+    ("arcee", FIVE_LAYERS, {"tensor": 4, "pipeline": 3}),
+    ("exaone4", FIVE_LAYERS | {"head_dim": 12}, {"tensor": 4, "pipeline": 3}),
+    ("gemma2", TIED, {"tensor": 4}),
+    ("gemma3_text", TIED, {"tensor": 4}),
+    ("glm4", FIVE_LAYERS, {"tensor": 4, "pipeline": 3}),
+    ("glm4_moe", {}, {"tensor": 4, "expert": 2, "attention_data": 2, "pipeline": 2}),
+    ("glm4_moe", {"use_qk_norm": False, "attention_bias": False}, {"tensor": 4, "expert": 4, "attention_data": 4}),
+    ("glm4_moe_lite", {"rms_norm_eps": 1e-6}, {"tensor": 4, "expert": 2, "attention_data": 2, "pipeline": 2}),
+    ("gpt_oss", {}, {"tensor": 4, "attention_data": 2, "pipeline": 2}),
+    ("gpt_oss", {"num_key_value_heads": 1}, {"tensor": 2}),
+    ("granite", TIED, {"tensor": 4}),
+    ("kimi_k2", {"rms_norm_eps": 1e-6}, {"tensor": 4, "expert": 2, "attention_data": 2, "pipeline": 2}),
+    ("minimax_m2", {}, {"tensor": 4, "expert": 2, "pipeline": 2}),
+    ("minimax_m2", {"num_key_value_heads": 4}, {"tensor": 2}),
+    ("ministral3", FIVE_LAYERS | {"sliding_window": None}, {"tensor": 4, "pipeline": 3}),
+    ("olmo2", {}, {"tensor": 4}),
+    ("olmo3", {}, {"tensor": 2}),
+    ("phi3", FIVE_LAYERS, {"tensor": 4, "pipeline": 3}),
+    ("qwen2_moe", {"mlp_only_layers": []}, {"tensor": 4, "expert": 2, "attention_data": 2, "pipeline": 2}),
+    ("qwen3_5", TIED, {"tensor": 2, "pipeline": 2}),
+    ("qwen3_5_moe", {}, {"tensor": 4, "expert": 2, "attention_data": 2}),
+    ("qwen3_5_text", TIED | {"linear_num_key_heads": 4, "num_key_value_heads": 1}, {"tensor": 4}),
+    ("qwen3_5_moe_text", {}, {"tensor": 4, "expert": 4, "attention_data": 2, "pipeline": 2}),
+    ("qwen3_next", {"linear_num_key_heads": 4, "linear_num_value_heads": 8}, {"tensor": 4, "expert": 2}),
+    ("qwen3_next", {"linear_num_key_heads": 4}, {"tensor": 4, "attention_data": 2}),
+    ("ernie4_5", TIED, {"tensor": 2}),
+    ("seed_oss", {}, {"tensor": 2}),
+    ("smollm3", TIED, {"tensor": 2}),
 ]
+INTERVAL = {"full_attention_interval": 4}
+LIKE_DEEPSEEK = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "exaone4": {"sliding_window_pattern": "LLLG"},
+    "gemma2": {"hidden_act": "gelu_pytorch_tanh"},
+    "kimi_k2": LIKE_DEEPSEEK,
+    "minimax_m2": {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
+    "qwen3_5_text": INTERVAL,
+    "qwen3_5_moe_text": INTERVAL,
+    "qwen3_next": INTERVAL,
+}
+"""Keys of published configs that SGLang needs and transformers 5 does not write."""
 
 
 WHOLE_BLOCKS = {
@@ -42,6 +85,7 @@ WHOLE_BLOCKS = {
 }  # fmt: skip
 GROUPED = WHOLE_BLOCKS | {"head_dim": 64, "num_key_value_heads": 4}
 ROUTED = GROUPED | {"moe_intermediate_size": 256}
+WEIGHTED = {"hidden_size": 512, "mlp_only_layers": [], "shared_expert_intermediate_size": 256}
 LATENT = WHOLE_BLOCKS | {
     "num_key_value_heads": 8, "moe_intermediate_size": 256, "q_lora_rank": 128, "kv_lora_rank": 128,
     "qk_nope_head_dim": 96, "qk_rope_head_dim": 32, "v_head_dim": 64,
@@ -55,6 +99,18 @@ QUANTIZED: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     ("qwen3_moe", ROUTED, {"tensor": 2, "expert": 2}),
     ("mixtral", GROUPED | {"hidden_size": 512}, {"tensor": 2}),
     ("deepseek_v3", LATENT, {"tensor": 4, "expert": 4, "attention_data": 2, "pipeline": 2}),
+    ("arcee", GROUPED, {"tensor": 2}),
+    ("exaone4", GROUPED | {"hidden_size": 512, "layer_types": ["full_attention"] * 2}, {"tensor": 2}),
+    ("gemma2", GROUPED | TIED, {"tensor": 2}),
+    ("glm4", GROUPED, {"tensor": 2}),
+    ("glm4_moe", ROUTED, {"tensor": 2}),
+    ("glm4_moe_lite", LATENT | {"rms_norm_eps": 1e-6}, {"tensor": 2}),
+    ("granite", GROUPED | {"hidden_size": 512}, {"tensor": 2}),
+    ("minimax_m2", GROUPED | {"hidden_size": 512}, {"tensor": 2}),
+    ("ministral3", GROUPED | {"sliding_window": None}, {"tensor": 2}),
+    ("olmo2", GROUPED | {"hidden_size": 512}, {"tensor": 2}),
+    ("phi3", GROUPED | {"hidden_size": 512}, {"tensor": 2}),
+    ("qwen2_moe", ROUTED | WEIGHTED, {"tensor": 2}),
 ]
 
 
@@ -71,11 +127,19 @@ class Asked:
 def asked(tmp_path_factory: pytest.TempPathFactory) -> Asked:
     root, questions = tmp_path_factory.mktemp("configs"), []
     for number, (family, changes, layout) in enumerate([*CASES, *QUANTIZED]):
-        class_name, own = TINY_FAMILIES[family]
-        config = getattr(transformers, class_name)(**(DIMENSIONS | own | changes))
-        config.architectures = [class_name.replace("Config", "ForCausalLM")]
-        config.save_pretrained(root / f"{number}-{family}")
-        questions.append((root / f"{number}-{family}", layout, None if number < len(CASES) else "fp8"))
+        path = root / f"{number}-{family}"
+        if number >= len(CASES):
+            config = config_of(family, **changes)
+            config.architectures = [TINY_FAMILIES[family][0].replace("Config", "ForCausalLM")]
+            config.save_pretrained(path)
+        else:
+            make_model(family, path, **changes)
+        keys = {"dtype": "bfloat16", **PUBLISHED.get(family, {})}
+        written = json.loads((path / "config.json").read_text()) | keys
+        if family in COMPOSITES:
+            written["text_config"] |= INTERVAL
+        (path / "config.json").write_text(json.dumps(written))
+        questions.append((path, layout, None if number < len(CASES) else "fp8"))
     torch.save(matrices(), root / "matrices")
     answer = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("model_parameters.py")), str(root / "matrices")],
@@ -102,15 +166,22 @@ def matrices() -> list[torch.Tensor]:
     return [*found, every, *(torch.eye(3, dtype=torch.bfloat16) * limit for limit in limits)]
 
 
-def test_every_rank_has_sglangs_parameters(asked: Asked) -> None:
+def test_every_rank_has_the_parameters_that_sglangs_classes_load(asked: Asked) -> None:
     assert len(asked.cases) == len(CASES) + len(QUANTIZED)
     for directory, layout, quantization, ranks in asked.cases:
         arch = read_architecture(directory)
         assert not sglang.split_problems(arch, layout, "cuda", quantization)
         for rank, wanted in enumerate(ranks):
             held = sglang.manifest(arch, layout, rank, "bfloat16", "cuda", quantization=quantization)
-            found = {name: [list(its.shape), its.dtype] for name, its in held.storages.items()}
-            assert found == wanted, (directory.name, rank)
+            found = {name: [list(its.outer_shape), its.dtype] for name, its in held.storages.items()}
+            assert found == {name: its[:2] for name, its in wanted.items()}, (directory.name, rank)
+            if quantization is None:
+                tensors = {
+                    name: torch.empty(its.shape, dtype=torch_dtype(its.dtype)) for name, its in held.storages.items()
+                }
+                load_files(directory, held, tensors)
+                unlike = [name for name, its in tensors.items() if checksum(its) != wanted[name][2]]
+                assert not unlike, (directory.name, rank)
 
 
 def test_blocks_have_the_bits_of_sglangs_quantiser(asked: Asked) -> None:

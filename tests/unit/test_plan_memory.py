@@ -211,9 +211,7 @@ def test_an_engine_fills_its_share_of_a_card() -> None:
     assert sglang_memory(Case(few, known_model(QWEN_8B), H100)).sequences == 8  # its part of a step
 
 
-def test_states_take_a_share_of_sglangs_cache_and_limit_the_responses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans.serve_all(monkeypatch)
-
+def test_states_take_a_share_of_sglangs_cache_and_limit_the_responses_at_once() -> None:
     def held(**options: Any) -> EngineMemory:
         rollout = {"layout": {"tensor": 8}, "requests_at_once": 1024, "sglang": {"mem_fraction_static": 0.4} | options}
         return sglang_memory(Case(merged(rollout=rollout), known_model("Qwen/Qwen3-Next-80B-A3B-Instruct"), H100))
@@ -229,8 +227,7 @@ def test_states_take_a_share_of_sglangs_cache_and_limit_the_responses_at_once(mo
     assert (alone.asked, alone.cache_tokens) == (1024, (room - 1025 * of_sequence) // of_token)
 
 
-def test_sglang_caches_four_fifths_of_the_tokens_in_windows_of_gpt_oss(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans.serve_all(monkeypatch)
+def test_sglang_caches_four_fifths_of_the_tokens_in_windows_of_gpt_oss() -> None:
     recipe = merged(rollout={"sglang": {"mem_fraction_static": 0.9}})
     held = sglang_memory(Case(recipe, known_model("openai/gpt-oss-20b"), H100))
     room = int(0.9 * H100.gpu.memory_bytes) - held.weights

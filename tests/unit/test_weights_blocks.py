@@ -21,7 +21,7 @@ from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.plan import WeightPlan, make_plan
 from megagrpo.weights.quantizing import Quantizer, dequantize, quantize
 from megagrpo.weights.sides import sglang
-from megagrpo.weights.transport.sglang import check_derived
+from megagrpo.weights.transport.sglang import check_derived, derive
 from tests.weight_streams import carry_out, manifests, unlike_sent
 from tests.weights_oracle import (
     Tensors,
@@ -195,7 +195,7 @@ def test_an_engine_that_would_cut_or_fuse_within_a_block_is_refused(
         engines(arch, tensor, 1)
 
 
-def test_copies_of_latent_weights_must_follow_from_the_blocks_that_came() -> None:
+def test_what_sglang_derives_must_follow_from_the_weights_that_came() -> None:
     values, scales = quantize(torch.randn(4 * 128, 96, generator=torch.Generator().manual_seed(1)).bfloat16())
     model, attention = torch.nn.Module(), torch.nn.Module()
     model.attention, attention.kv_b_proj = attention, torch.nn.Module()
@@ -203,6 +203,13 @@ def test_copies_of_latent_weights_must_follow_from_the_blocks_that_came() -> Non
     attention.qk_nope_head_dim, attention.v_head_dim = 96, 32
     heads = dequantize(values, scales, torch.bfloat16).unflatten(0, (4, 128))
     attention.w_kc, attention.w_vc = heads[:, :96].contiguous(), heads[:, 96:].transpose(1, 2).contiguous()
+    check_derived(model)
+    norm = model.norm = torch.nn.Module()
+    norm.weight, norm.gemma_weight = torch.tensor([0.5]), torch.tensor([1.0])
+    with pytest.raises(ModelError, match=r"norm\.gemma_weight"):
+        check_derived(model)
+    norm.refresh_gemma_weight = lambda: norm.gemma_weight.fill_(1.5)
+    derive(model)
     check_derived(model)
     attention.w_vc[3, 5, 7] *= 2
     with pytest.raises(ModelError, match=r"attention\.w_vc"):

@@ -21,9 +21,10 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.boxes import Box, Placement
 from megagrpo.weights.coverage import storage_problems, tiling_error
-from megagrpo.weights.families import FAMILIES, Family, SglangClass, read_architecture
+from megagrpo.weights.families import FAMILIES, Family, read_architecture
 from megagrpo.weights.families.architecture import Architecture, critic_of
 from megagrpo.weights.families.reading import ConfigReader
+from megagrpo.weights.families.sglang_classes import SglangClass
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import sglang
 from megagrpo.weights.sides.checkpoint import transformers_manifest
@@ -103,7 +104,7 @@ NINE_ROWS = moe_architecture(expert_ffn=9)
         (architecture(heads=12, groups=4), {"tensor": 6}, "cuda", ["key-value heads: 4"]),
         (moe_architecture(), {"tensor": 4, "expert": 3}, "cuda", ["a divisor of tensor = 4"]),
         (moe_architecture(), {"tensor": 4, "attention_data": 3}, "cuda", ["a divisor of tensor = 4"]),
-        (architecture(), {"tensor": 2, "attention_data": 2}, "cuda", ["SGLang has it for", "qwen3, qwen3_moe"]),
+        (architecture(), {"tensor": 2, "attention_data": 2}, "cuda", ["SGLang has it for", "qwen3"]),
         (architecture(layers=2), {"pipeline": 3}, "cuda", ["2 layers", "a layer for each stage"]),
         (architecture(family="llama", tied_embeddings=True), {"pipeline": 2}, "cuda", ["tied", "has no head"]),
         (latent_architecture(heads=8), {"tensor": 8, "expert": 4}, "cuda", ["experts: 4", "at least 8"]),
@@ -111,7 +112,14 @@ NINE_ROWS = moe_architecture(expert_ffn=9)
         (NINE_ROWS, {"tensor": 2}, "cpu", ["expert ffn: 9"]),  # SGLang would leave the last row out
         (critic_of(architecture()), {"tensor": 1}, "cuda", ["qwen2 on SGLang", "a value head"]),
         (latent_architecture(), {"tensor": 3}, "cpu", ["deepseek_v3", "attention heads: 4"]),
-        (moe_architecture(family="mixtral", tied_embeddings=True), {"tensor": 1}, "cuda", ["tied", "head_dim"]),
+        (moe_architecture(family="mixtral"), {"tensor": 1}, "cuda", ["head_dim"]),
+        (moe_architecture(tied_embeddings=True), {"tensor": 1}, "cuda", ["tied", "a head of its own"]),
+        (latent_architecture(family="glm4_moe_lite", query_rank=None), {"tensor": 1}, "cuda", ["q_lora_rank"]),
+        (architecture(family="qwen2_moe"), {"tensor": 1}, "cuda", ["MLPs in some layers"]),
+        (architecture(family="gemma2"), {"tensor": 1}, "cuda", ["a head of its own"]),
+        (architecture(family="exaone4"), {"tensor": 1}, "cuda", ["head_dim"]),
+        (architecture(family="granite"), {"pipeline": 2}, "cuda", ["pipeline = 2", "no stages"]),
+        (moe_architecture(family="gpt_oss"), {"tensor": 2, "expert": 2}, "cuda", ["does not load parts"]),
     ],
 )
 def test_what_an_engine_cannot_hold_is_refused(
@@ -120,6 +128,11 @@ def test_what_an_engine_cannot_hold_is_refused(
     with pytest.raises(ModelError) as caught:
         sglang.manifest(arch, EngineLayoutConfig(**layout), 0, "float32", device)
     assert all(text in str(caught.value) for text in named), caught.value
+
+
+def test_a_class_whose_blocks_are_others_is_not_quantised() -> None:
+    (problem,) = sglang.split_problems(moe_architecture(family="gpt_oss"), EngineLayoutConfig(), "cuda", "fp8")
+    assert "not all in blocks" in str(problem)
 
 
 def test_an_engine_keeps_the_biases_of_routers_in_float32() -> None:

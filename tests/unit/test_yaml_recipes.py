@@ -29,7 +29,7 @@ from megagrpo.recipe.yaml12 import parse
 from megagrpo.rollout.sglang import arguments
 from megagrpo.section import broken_rules
 from megagrpo.weights.families import read_architecture
-from tests.plans import known_model, serve_all
+from tests.plans import known_model
 from tools.recipe_docs import YAML_RECIPES, first_line, json_schema
 
 FILES = sorted(YAML_RECIPES.glob("*.yaml"))
@@ -68,11 +68,6 @@ def schema_of(kind: type[AnyRecipe]) -> Any:
     made = jsonschema.validators.validator_for(schema)
     made.check_schema(schema)
     return made(schema)
-
-
-@pytest.fixture(autouse=True)
-def all_families_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve_all(monkeypatch)
 
 
 @pytest.fixture

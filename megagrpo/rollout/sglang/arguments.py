@@ -139,7 +139,7 @@ def model_problems(directory: Path) -> list[Problem]:
     """Returns a problem if config.json lacks the model class, without which SGLang exits after its start."""
     config = directory / "config.json"
     architectures = read_json(config).get("architectures") or []
-    if any(str(name).endswith("ForCausalLM") for name in architectures):
+    if any(str(name).endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures):
         return []
     return [problem("class_of_the_model", config=config, architectures=brief(architectures))]
 
@@ -188,11 +188,13 @@ def server_arguments(spec: ServerSpec) -> dict[str, Any]:
         return arguments | ({} if on_cpus else {"enable_fp32_lm_head": False})
     if not on_cpus:
         arguments["moe_runner_backend"] = "triton"
-    if spec.quantization is not None:  # into blocks, which no file has; the recipe's own changes stay
-        changes = json.loads(options.get("json_model_override_args") or "{}")
+    # The recipe's own changes stay. Without a vision tower, which no update has.
+    changes = json.loads(options.get("json_model_override_args") or "{}") | {"language_model_only": True}
+    if spec.quantization is not None:  # into blocks, which no file has
         blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-        arguments["json_model_override_args"] = json.dumps(changes | {"quantization_config": blocks})
+        changes["quantization_config"] = blocks
     return arguments | {
+        "json_model_override_args": json.dumps(changes),
         "weight_version": "0",
         "disable_shared_experts_fusion": True,  # weights are sent to them as they are (weights/sides/sglang.py)
         "custom_weight_loader": [LOAD_FORMAT],

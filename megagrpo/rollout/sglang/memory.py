@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import mul
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ def sglang_memory(case: Case) -> EngineMemory:
     of_attention, stages = attention_of_stages(arch, layout.pipeline, group, cached), []
     for stage, held in enumerate(engine_rank_parameters(arch, layout, device)):
         derived, cache = of_attention[stage]
-        weights = (held + derived + arch.tower // group) * element  # each stage makes the tower
+        weights = (held + derived) * element
         if rollout.quantization is not None:
             counts = arch.tally(stage_layers(len(arch.layers), stage, layout.pipeline))
             blocks = sum(map(mul, counts, engine_blocks(arch, layout)))
@@ -124,7 +124,8 @@ def attention_of_stages(
 @lru_cache(maxsize=1024)
 def engine_blocks(arch: Architecture, layout: EngineLayoutConfig) -> tuple[int, ...]:
     """Returns the elements in blocks on one rank of a quantised engine, of one layer of each kind."""
-    sample, one_stage = arch.sample(layout.tensor), layout.model_copy(update={"pipeline": 1})
+    sample = replace(arch.sample(layout.tensor), tied_embeddings=arch.tied_embeddings)
+    one_stage = layout.model_copy(update={"pipeline": 1})
     held = manifest(sample, one_stage, 0, "float32", "cuda")
     blocks = shard_of(arch, sample, held, lambda tensor: tensor.role in QUANTIZED)
     return tuple(map(sum, blocks.layers.values()))
@@ -135,7 +136,10 @@ def engine_rank_parameters(arch: Architecture, layout: EngineLayoutConfig, devic
     """Returns the elements of all parameters of one rank, for each pipeline stage. Raises ModelError if SGLang
     cannot hold the model so."""
     one_stage = layout.model_copy(update={"pipeline": 1})
-    sample = arch.sample(layout.tensor)
+    sample, of_class = (
+        replace(arch.sample(layout.tensor), tied_embeddings=arch.tied_embeddings),
+        FAMILIES[arch.family].sglang,
+    )
     outside, layers = shard_of(arch, sample, manifest(sample, one_stage, 0, "float32", device), lambda _: True)
     named = {name.removeprefix("model.").removeprefix("language_model."): size for name, size in outside.items()}
     of_stages = []
@@ -143,11 +147,11 @@ def engine_rank_parameters(arch: Architecture, layout: EngineLayoutConfig, devic
         first, last = stage == 0, stage == layout.pipeline - 1
         counts = arch.count(stage_layers(len(arch.layers), stage, layout.pipeline))
         held = sum(count * sum(layers[kind]) for kind, count in counts.items())
-        held += named["embed_tokens.weight"] if first else 0
+        held += named["embed_tokens.weight"] if first or of_class.embedding_on_every_stage else 0
         held += named["norm.weight"] if last else 0
         if arch.tied_embeddings:
             held += named["embed_tokens.weight"] if last and not first else 0
-        elif last or FAMILIES[arch.family].sglang.head_on_every_stage:
+        elif last or of_class.head_on_every_stage:
             held += named["lm_head.weight"]
         of_stages.append(held)
     return tuple(of_stages)

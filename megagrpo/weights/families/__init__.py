@@ -6,10 +6,10 @@ FAMILIES. docs/families.md describes both, and what a new part of a layer needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.families import (
@@ -24,31 +24,15 @@ from megagrpo.weights.families import (
     minimax,
     olmo,
     qwen_next,
+    sglang_classes,
 )
 from megagrpo.weights.families.architecture import Architecture, Layer
 from megagrpo.weights.families.parts.part import LayerTensors, Tensor
 from megagrpo.weights.families.reading import read_json
+from megagrpo.weights.families.sglang_classes import SglangClass
 
 if TYPE_CHECKING:
     from megagrpo.weights.sides.assembly import ManifestBuilder
-
-
-@dataclass(frozen=True)
-class SglangClass:
-    """A family's class in sglang/srt/models (0.5.23), where it differs from the other families' classes."""
-
-    attention_groups: bool = False
-    """Support of attention data parallelism. A class without it would mix the groups up."""
-    head_on_every_stage: bool = False
-    """Unused heads on the pipeline stages before the last one."""
-    attentions: tuple[str, ...] = ("attn",)
-    """The attention modules of a layer that get scales of float8 keys and values in a quantised model."""
-    least_experts: Literal["one", "tensor", "tensor / expert"] = "one"
-    """The parallel sizes that give the least number of experts."""
-    windows_cached: float = 1.0
-    """The tokens that layers with windows cache, over those of other layers. Most classes free none."""
-    refuses: Callable[[Architecture], Iterable[Problem]] = lambda arch: ()
-    """Reasons why the class does not serve a model, such as config values that it ignores."""
 
 
 @dataclass(frozen=True)
@@ -70,124 +54,130 @@ class Family:
     """Published files have stacked experts in MXFP4: their last axis but one in blocks (files/mxfp4.py)."""
     carried: str = r"mtp\..*"
     """The pattern of names of tensors that are not trained: they are copied from the model's files to exports."""
-    sglang: SglangClass = SglangClass()
+    sglang: SglangClass = sglang_classes.USUAL
 
 
-def _never_compared(arch: Architecture) -> Iterator[Problem]:
-    yield Problem(
-        f"{arch.family} on SGLang",
-        "a family whose parameters were never compared with those of SGLang's class",
-        "a family that docs/families.md lists with SGLang",
-        "rollout.engine: transformers",
-    )
-
-
-DEEPSEEK = SglangClass(
-    attention_groups=True,
-    attentions=("attn_mqa", "attn_mha"),
-    least_experts="tensor",
-    refuses=deepseek_like.ignored_by_sglang,
+LING = Family(
+    deepseek_like.ling, deepseek_like.LINGS_NAMES, fuse=fused.query_key_value, sglang=sglang_classes.UNCOMPARED
 )
-UNCOMPARED = SglangClass(refuses=_never_compared)
-LING = Family(deepseek_like.ling, deepseek_like.LINGS_NAMES, fuse=fused.query_key_value, sglang=UNCOMPARED)
 FAMILIES: dict[str, Family] = {
-    "arcee": Family(llama_like.arcee, sglang=UNCOMPARED),
+    "arcee": Family(llama_like.arcee, sglang=sglang_classes.ARCEE),
     "bailing_moe": LING,
     "bailing_moe_v2": LING,
-    "deepseek_v3": Family(deepseek_like.deepseek_v3, sglang=DEEPSEEK),
-    "dots1": Family(deepseek_like.dots1, sglang=UNCOMPARED),
-    "ernie4_5": Family(llama_like.ernie4_5, sglang=UNCOMPARED),
+    "deepseek_v3": Family(deepseek_like.deepseek_v3, sglang=sglang_classes.DEEPSEEK),
+    "dots1": Family(deepseek_like.dots1, sglang=sglang_classes.UNCOMPARED),
+    "ernie4_5": Family(llama_like.ernie4_5, sglang=sglang_classes.TRANSFORMERS),
     "ernie4_5_moe": Family(
         ernie.ernie4_5_moe,
         ernie.NAMES,
         ernie.LOADED,
         fuse=ernie.bias_as_row,
         carried=r"model\.mtp_.*",
-        sglang=UNCOMPARED,
+        sglang=sglang_classes.UNCOMPARED,
     ),
-    "exaone4": Family(olmo.exaone4, olmo.NAMES, sglang=UNCOMPARED),
-    "gemma2": Family(gemma.gemma2, gemma.NAMES, sglang=UNCOMPARED),
+    "exaone4": Family(
+        olmo.exaone4,
+        olmo.NAMES,
+        sglang=sglang_classes.EXAONE4,
+    ),
+    "gemma2": Family(gemma.gemma2, gemma.NAMES, sglang=sglang_classes.GEMMA2),
     "gemma3": Family(
         composite.text_of(gemma3_text=gemma.gemma3),
         gemma.NAMES + composite.NAMES,
         composite.LOADED,
         carried=composite.TOWER,
-        sglang=UNCOMPARED,
+        sglang=sglang_classes.UNCOMPARED,
     ),
-    "gemma3_text": Family(gemma.gemma3, gemma.NAMES, sglang=UNCOMPARED),
-    "glm4": Family(glm4.glm4, glm4.NAMES, fuse=fused.gate_and_up, sglang=UNCOMPARED),
-    "glm4_moe": Family(deepseek_like.glm4_moe, sglang=UNCOMPARED),
-    "glm4_moe_lite": Family(deepseek_like.glm4_moe_lite, sglang=UNCOMPARED),
+    "gemma3_text": Family(gemma.gemma3, gemma.NAMES, sglang=sglang_classes.GEMMA3),
+    "glm4": Family(glm4.glm4, glm4.NAMES, fuse=fused.gate_and_up, sglang=sglang_classes.GLM4),
+    "glm4_moe": Family(deepseek_like.glm4_moe, sglang=sglang_classes.GLM4_MOE),
+    "glm4_moe_lite": Family(deepseek_like.glm4_moe_lite, sglang=sglang_classes.GLM4_MOE_LITE),
     "gpt_oss": Family(
         gpt_oss.gpt_oss,
         gpt_oss.NAMES,
         fuse=gpt_oss.alternating_and_transposed,
         stacks=True,
         mxfp4=True,
-        sglang=replace(UNCOMPARED, windows_cached=0.8),
+        sglang=sglang_classes.GPT_OSS,
     ),
-    "granite": Family(llama_like.granite, sglang=UNCOMPARED),
-    "kimi_k2": Family(deepseek_like.deepseek_v3, known_as="deepseek_v3", sglang=UNCOMPARED),
-    "llama": Family(llama_like.llama, sglang=SglangClass(head_on_every_stage=True)),
-    "mimo": Family(llama_like.mimo, known_as="qwen2", carried=r"model\.mtp_layers\..*", sglang=UNCOMPARED),
+    "granite": Family(llama_like.granite, sglang=sglang_classes.ONE_STAGE),
+    "kimi_k2": Family(deepseek_like.deepseek_v3, known_as="deepseek_v3", sglang=sglang_classes.DEEPSEEK),
+    "llama": Family(llama_like.llama, sglang=sglang_classes.LLAMA),
+    "mimo": Family(
+        llama_like.mimo,
+        known_as="qwen2",
+        carried=r"model\.mtp_layers\..*",
+        sglang=sglang_classes.UNCOMPARED,
+    ),
     "minimax_m2": Family(
-        minimax.minimax_m2, minimax.NAMES, in_transformers=((".block_sparse_moe.", ".mlp."),), sglang=UNCOMPARED
+        minimax.minimax_m2,
+        minimax.NAMES,
+        in_transformers=((".block_sparse_moe.", ".mlp."),),
+        sglang=sglang_classes.MINIMAX_M2,
     ),
-    "ministral3": Family(llama_like.ministral3, sglang=UNCOMPARED),
+    "ministral3": Family(llama_like.ministral3, sglang=sglang_classes.MISTRAL),
     "mistral": Family(
         llama_like.mistral,
-        sglang=SglangClass(head_on_every_stage=True, refuses=llama_like.ignored_by_sglangs_mistral),
+        sglang=sglang_classes.MISTRAL,
     ),
     "mistral3": Family(
         composite.text_of(mistral=llama_like.mistral, ministral3=llama_like.ministral3),
         composite.NAMES,
         composite.LOADED,
         carried=composite.TOWER,
-        sglang=UNCOMPARED,
+        sglang=sglang_classes.UNCOMPARED,
     ),
     "mixtral": Family(
         llama_like.mixtral,
         llama_like.MIXTRAL_NAMES,
         in_transformers=((".block_sparse_moe.", ".mlp."),),
-        sglang=SglangClass(head_on_every_stage=True, refuses=llama_like.ignored_by_sglangs_mixtral),
+        sglang=sglang_classes.MIXTRAL,
     ),
-    "olmo2": Family(olmo.olmo2, olmo.NAMES, sglang=UNCOMPARED),
-    "olmo3": Family(olmo.olmo3, olmo.NAMES, sglang=UNCOMPARED),
-    "phi3": Family(llama_like.phi3, fuse=fused.everything, sglang=UNCOMPARED),
+    "olmo2": Family(olmo.olmo2, olmo.NAMES, sglang=sglang_classes.ONE_STAGE),
+    "olmo3": Family(olmo.olmo3, olmo.NAMES, sglang=sglang_classes.ONE_STAGE),
+    "phi3": Family(llama_like.phi3, fuse=fused.everything, sglang=sglang_classes.PHI3),
     "qwen2": Family(llama_like.qwen2),
-    "qwen2_moe": Family(llama_like.qwen2_moe, llama_like.SHARED_EXPERT_NAMES, sglang=UNCOMPARED),
-    "qwen3": Family(llama_like.qwen3, sglang=SglangClass(attention_groups=True, attentions=())),
+    "qwen2_moe": Family(
+        llama_like.qwen2_moe,
+        llama_like.SHARED_EXPERT_NAMES,
+        sglang=sglang_classes.QWEN2_MOE,
+    ),
+    "qwen3": Family(llama_like.qwen3, sglang=sglang_classes.QWEN3),
     "qwen3_5": Family(
-        composite.text_of(composite.qwen_tower, qwen3_5_text=qwen_next.qwen3_5),
+        composite.text_of(qwen3_5_text=qwen_next.qwen3_5),
         composite.QWEN_NAMES,
         composite.QWEN_LOADED,
         fuse=qwen_next.fused_whole,
         carried=composite.QWEN_TOWER,
-        sglang=UNCOMPARED,
+        sglang=sglang_classes.QWEN3_5,
     ),
     "qwen3_5_moe": Family(
-        composite.text_of(composite.qwen_tower, qwen3_5_moe_text=qwen_next.qwen3_5_moe),
+        composite.text_of(qwen3_5_moe_text=qwen_next.qwen3_5_moe),
         llama_like.SHARED_EXPERT_NAMES + composite.QWEN_NAMES,
         composite.QWEN_LOADED,
         fuse=qwen_next.fused_whole,
         carried=composite.QWEN_TOWER,
-        sglang=UNCOMPARED,
+        sglang=sglang_classes.QWEN3_5,
     ),
     "qwen3_5_moe_text": Family(
-        qwen_next.qwen3_5_moe, llama_like.SHARED_EXPERT_NAMES, fuse=qwen_next.fused_whole, sglang=UNCOMPARED
+        qwen_next.qwen3_5_moe,
+        llama_like.SHARED_EXPERT_NAMES,
+        fuse=qwen_next.fused_whole,
+        sglang=sglang_classes.QWEN3_5_TEXT,
     ),
-    "qwen3_5_text": Family(qwen_next.qwen3_5, fuse=qwen_next.fused_whole, sglang=UNCOMPARED),
+    "qwen3_5_text": Family(qwen_next.qwen3_5, fuse=qwen_next.fused_whole, sglang=sglang_classes.QWEN3_5_TEXT),
     "qwen3_moe": Family(
         llama_like.qwen3_moe,
-        sglang=SglangClass(
-            attention_groups=True, head_on_every_stage=True, attentions=(), least_experts="tensor / expert"
-        ),
+        sglang=sglang_classes.QWEN3_MOE,
     ),
     "qwen3_next": Family(
-        qwen_next.qwen3_next, llama_like.SHARED_EXPERT_NAMES, fuse=qwen_next.fused_by_head, sglang=UNCOMPARED
+        qwen_next.qwen3_next,
+        llama_like.SHARED_EXPERT_NAMES,
+        fuse=qwen_next.fused_by_head,
+        sglang=sglang_classes.QWEN3_NEXT,
     ),
-    "seed_oss": Family(llama_like.seed_oss, sglang=UNCOMPARED),
-    "smollm3": Family(llama_like.smollm3, sglang=UNCOMPARED),
+    "seed_oss": Family(llama_like.seed_oss, sglang=sglang_classes.TRANSFORMERS),
+    "smollm3": Family(llama_like.smollm3, sglang=sglang_classes.TRANSFORMERS),
 }
 """By model_type in config.json."""
 

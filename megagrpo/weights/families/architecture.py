@@ -55,7 +55,7 @@ class Layer:
 
     def on_sglang(self, rank: LayerOnEngine, of: LayerTensors) -> None:
         for role, tensor in of.roles.items():
-            if role.endswith("norm"):
+            if role.endswith("norm") and role not in ("q_norm", "k_norm"):
                 rank.whole(tensor)
         self.attention.on_sglang(rank, of)
         self.mlp.on_sglang(rank, of)
@@ -96,8 +96,6 @@ class Architecture:
     """The bound of scaled logits x, which become cap tanh(x / cap)."""
     zero_centred_norms: bool = False
     """Norms multiply by 1 + weight."""
-    tower: int = 0
-    """Elements of a vision tower beside the text model: engines that load whole checkpoints hold it, unused."""
     value_head: bool = False
     """A critic: its head gives one number for each token, in place of logits over the vocabulary."""
 

@@ -26,27 +26,11 @@ NAMES = (("model.", "language_model.model."), ("lm_head.", "language_model.lm_he
 LOADED = (("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head."))
 
 
-VISION = {
-    "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "in_channels": 3, "patch_size": 16,
-    "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 2304, "out_hidden_size": 3584,
-}  # fmt: skip
-"""Sizes of a Qwen tower that a config may leave out."""
-
-
-def qwen_tower(config: Mapping[str, Any]) -> int:
-    """Returns the elements of the vision tower of a vision_config: patches, positions, blocks, and the merger."""
-    depth, hidden, ffn, colours, patch, frames, merge, positions, out = ({**VISION, **config}[key] for key in VISION)
-    block = 4 * hidden * (hidden + 1) + 2 * hidden * ffn + ffn + hidden + 4 * hidden
-    wide = hidden * merge**2
-    merger = 2 * hidden + wide * (wide + 1) + out * (wide + 1)
-    return hidden * (colours * frames * patch**2 + 1 + positions) + depth * block + merger
-
-
 def text_of(
-    tower: Callable[[Mapping[str, Any]], int] = lambda vision: 0, **readers: Callable[[Mapping[str, Any]], Architecture]
+    **readers: Callable[[Mapping[str, Any]], Architecture],
 ) -> Callable[[Mapping[str, Any]], Architecture]:
     """Returns a reader of a composite config.json. `readers` read its text model, by model_type; the first one reads
-    text_configs without a model_type. `tower` counts the elements of the tower of its vision_config."""
+    text_configs without a model_type."""
 
     def architecture_of(config: Mapping[str, Any]) -> Architecture:
         text, vision, family = config.get("text_config"), config.get("vision_config"), str(config.get("model_type"))
@@ -70,6 +54,6 @@ def text_of(
             raise ModelError(Problem(where, brief(tied[0]), needed))
         keys = ("tie_word_embeddings", "quantization_config", "is_causal")
         shared = {key: config[key] for key in keys if key in config}
-        return replace(readers[kind]({**text, **shared}), family=family, tower=tower(vision))
+        return replace(readers[kind]({**text, **shared}), family=family)
 
     return architecture_of

@@ -163,3 +163,10 @@ def ignored_by_sglang(arch: Architecture) -> Iterator[Problem]:
     if arch.norm_epsilon != NORM_EPSILON:
         needed, fix = f"{NORM_EPSILON:g}, which the norms of the latents have", "rollout.engine: transformers"
         yield Problem(f"{arch.family} on SGLang: rms_norm_eps", f"{arch.norm_epsilon:g}", needed, fix)
+
+
+def ignored_by_sglangs_glm4_moe_lite(arch: Architecture) -> Iterator[Problem]:
+    """Yields the same, and a problem for queries that one matrix projects, which SGLang's class does not load."""
+    yield from ignored_by_sglang(arch)
+    if any(isinstance(kind.attention, LatentAttention) and kind.attention.query_rank is None for kind in arch.kinds):
+        yield Problem(f"{arch.family} on SGLang: q_lora_rank", "null", "a size: SGLang does not load q_proj here")

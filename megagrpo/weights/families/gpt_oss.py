@@ -45,7 +45,7 @@ def alternating_and_transposed(files: ManifestBuilder, layer: Layer, of: LayerTe
     for name, suffix, rest, axes in (
         ("gate_up_proj", "", (hidden, ffn), (1, 0)), ("gate_up_proj_bias", "_bias", (ffn,), (0,))
     ):  # fmt: skip
-        storage = Storage(prefix + name, (count, *rest, 2), "float32", folded=True)
+        storage = Storage(prefix + name, (count, *rest, 2), "float32", folded=1)
         places = (
             Placement(storage.name, (expert, *(0 for _ in rest), column), (None, *axes, None), roles[role + suffix].box)
             for expert, roles in enumerate(of.experts)

@@ -14,6 +14,7 @@ from megagrpo.errors import Problem
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.families.parts.attention import Attention, Temperature
 from megagrpo.weights.families.parts.experts import Experts
+from megagrpo.weights.families.parts.mlp import Mlp
 from megagrpo.weights.families.reading import ConfigReader
 
 
@@ -104,7 +105,7 @@ def ignored_by_sglangs_mistral(arch: Architecture) -> Iterator[Problem]:
 
 def ignored_by_sglangs_mixtral(arch: Architecture) -> Iterator[Problem]:
     """Yields a problem for each config value that SGLang's class ignores."""
-    rules = [("tied embeddings", arch.tied_embeddings, "embeddings that are not tied")]
+    rules = []
     for attention in {layer.attention for layer in arch.kinds}:
         if isinstance(attention, Attention):
             scaled, other = (
@@ -203,3 +204,11 @@ def _with_window(read: ConfigReader, attention: Attention) -> Attention:
     """Returns attention with the window of config.json, which all layers have; null means none."""
     window = read.config.get("sliding_window")
     return attention if window is None else replace(attention, window=read.integer("sliding_window"))
+
+
+def dense_layers_ignored_by_sglang(arch: Architecture) -> Iterator[Problem]:
+    """Yields a problem for layers with MLPs, in whose place SGLang's classes have experts."""
+    if any(isinstance(kind.mlp, Mlp) for kind in arch.kinds):
+        fix = "rollout.engine: transformers"
+        needed = "mlp_only_layers: [] and decoder_sparse_step: 1: SGLang has experts in all layers"
+        yield Problem(f"{arch.family} on SGLang", "MLPs in some layers", needed, fix)

@@ -14,10 +14,8 @@ NAMES = (
     (".mlp.gate.e_score", ".mlp.e_score"), (".mlp.", ".block_sparse_moe."), (".gate_proj.", ".w1."),
     (".up_proj.", ".w3."), (".down_proj.", ".w2."),
 )  # fmt: skip
-
-
 USUAL = {"qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True}
-"""Keys of published configs that transformers ignores."""
+"""Keys of published configs. transformers does not read them; SGLang does."""
 
 
 def minimax_m2(config: Mapping[str, Any]) -> Architecture:

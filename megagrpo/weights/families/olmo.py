@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from megagrpo.errors import Problem
 from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.parts.attention import Attention
 from megagrpo.weights.families.reading import ConfigReader
 
 NAMES = (
@@ -46,3 +48,12 @@ def exaone4(config: Mapping[str, Any]) -> Architecture:
         attentions = read.windowed(replace(full, rope=None), lambda layer: (layer + 1) % step != 0, local=full)
     mlp = read.mlp()
     return read.model([read.layer(attention, mlp, inputs=False, outputs=True) for attention in attentions])
+
+
+def ignored_by_sglangs_exaone4(arch: Architecture) -> Iterator[Problem]:
+    """Yields a problem for a head_dim of its own, in whose place SGLang's class takes another one."""
+    for attention in {layer.attention for layer in arch.kinds}:
+        if isinstance(attention, Attention) and attention.queries != arch.hidden:
+            yield Problem(
+                f"{arch.family} on SGLang: head_dim", f"{attention.head_dim}", "hidden_size / num_attention_heads"
+            )

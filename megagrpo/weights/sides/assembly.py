@@ -71,7 +71,7 @@ class ManifestBuilder:
 
     def __init__(self, holder: str, dtype: str) -> None:
         self._holder = holder
-        self._dtype = dtype
+        self.dtype = dtype
         self._storages: dict[str, Storage] = {}
         self._placements: list[Placement] = []
         self._fills: list[Fill] = []
@@ -79,11 +79,11 @@ class ManifestBuilder:
     def rows(self, storage: str, parts: Iterable[Rows], rest: tuple[int, ...], dtype: str = "") -> None:
         """Adds a storage of these rows one after another. `rest` is its shape after axis 0."""
         count = self._rows(storage, (), parts, rest)
-        self._storages[storage] = Storage(storage, (count, *rest), dtype or self._dtype)
+        self._storages[storage] = Storage(storage, (count, *rest), dtype or self.dtype)
 
-    def whole(self, storage: str, tensor: Tensor) -> None:
-        """Adds a storage of a whole checkpoint tensor, in the dtype that it has on every side (Tensor.stored_as)."""
-        self.rows(storage, [all_rows(tensor)], tensor.shape[1:], tensor.stored_as(self._dtype))
+    def whole(self, storage: str, tensor: Tensor, dtype: str = "") -> None:
+        """Adds a storage of a whole checkpoint tensor, by default in the dtype of every side (Tensor.stored_as)."""
+        self.rows(storage, [all_rows(tensor)], tensor.shape[1:], dtype or tensor.stored_as(self.dtype))
 
     def columns(self, storage: str, tensor: Tensor, index: int, shards: int, padded: int | None = None) -> None:
         """Adds a storage of the `index`-th of `shards` equal runs of columns (axis 1) of a matrix.
@@ -93,12 +93,12 @@ class ManifestBuilder:
         count = (padded or tensor.shape[1]) // shards
         real = max(0, min(tensor.shape[1] - index * count, count))
         self._columns(storage, (), tensor, index * count, real, count)
-        self._storages[storage] = Storage(storage, (tensor.shape[0], count), self._dtype)
+        self._storages[storage] = Storage(storage, (tensor.shape[0], count), self.dtype)
 
     def stacked(self, storage: str, experts: Sequence[Iterable[Rows]], columns: int) -> None:
         """Adds a 3-D storage: at index e of axis 0, the rows experts[e] in order, each of `columns` elements."""
         counts = [self._rows(storage, (index,), parts, (columns,)) for index, parts in enumerate(experts)]
-        self._storages[storage] = Storage(storage, (len(experts), counts[0], columns), self._dtype)
+        self._storages[storage] = Storage(storage, (len(experts), counts[0], columns), self.dtype)
 
     def stacked_columns(self, storage: str, experts: Sequence[Tensor], index: int, shards: int, width: int) -> None:
         """Adds a 3-D storage: at index e of axis 0, run `index` of `shards` runs of columns of the matrix experts[e].
@@ -108,12 +108,13 @@ class ManifestBuilder:
         for expert, tensor in enumerate(experts):
             real = tensor.shape[1] // shards
             self._columns(storage, (expert,), tensor, index * real, real, width)
-        self._storages[storage] = Storage(storage, (len(experts), experts[0].shape[0], width), self._dtype)
+        self._storages[storage] = Storage(storage, (len(experts), experts[0].shape[0], width), self.dtype)
 
-    def placed(self, storage: Storage, placements: Iterable[Placement]) -> None:
-        """Adds a storage with boxes at places of their own."""
+    def placed(self, storage: Storage, placements: Iterable[Placement], fills: Iterable[Fill] = ()) -> None:
+        """Adds a storage with boxes, and padding, at places of their own."""
         self._storages[storage.name] = storage
         self._placements += placements
+        self._fills += fills
 
     def build(self) -> Manifest:
         return Manifest(self._holder, self._storages, tuple(self._placements), tuple(self._fills))

@@ -212,13 +212,8 @@ def transformers_manifest(arch: Architecture, dtype: str, holder: str = "transfo
     Experts are stacked as in transformers 5, whatever the family calls them: `mlp.experts.gate_up_proj`
     [experts, 2 ffn, hidden] and `mlp.experts.down_proj` [experts, hidden, ffn].
     """
-    loaded = stored(arch, dtype, stacked=True)
-
-    def name_of(name: str) -> str:
-        return renamed(name, FAMILIES[arch.family].in_transformers)
-
-    storages = {name_of(name): replace(storage, name=name_of(name)) for name, storage in loaded.storages.items()}
-    return Manifest(holder, storages, tuple(replace(its, storage=name_of(its.storage)) for its in loaded.placements))
+    loaded = replace(stored(arch, dtype, stacked=True), holder=holder)
+    return loaded.renamed(lambda name: renamed(name, FAMILIES[arch.family].in_transformers))
 
 
 def stored(arch: Architecture, dtype: str | Mapping[str, str], *, stacked: bool = False) -> Manifest:

@@ -32,10 +32,11 @@ from typing import Protocol
 
 from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.blocks import in_blocks, quantized_shapes
-from megagrpo.weights.boxes import Fill, Manifest, Storage
-from megagrpo.weights.families import FAMILIES
+from megagrpo.weights.boxes import Box, Fill, Manifest, Placement, Storage
+from megagrpo.weights.families import FAMILIES, renamed
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.families.parts.part import Roles, Rows, Tensor
+from megagrpo.weights.families.sglang_classes import SglangClass
 from megagrpo.weights.sides.assembly import ManifestBuilder, padded_shard, shard, shard_padded, tensors_by_role
 
 VOCABULARY_MULTIPLE = 64
@@ -76,7 +77,7 @@ def manifest(
     stage, tensor_rank = divmod(rank, layout.tensor)
     first, last = stage == 0, stage == layout.pipeline - 1
     rank_of_stage = LayerOnEngine(arch, layout, tensor_rank, device, builder)
-    if first:
+    if first or FAMILIES[arch.family].sglang.embedding_on_every_stage:
         rank_of_stage.add_vocabulary(model.roles["embedding"])
     for layer in stage_layers(len(arch.layers), stage, layout.pipeline):
         arch.layers[layer].on_sglang(rank_of_stage, model.layers[layer])
@@ -87,10 +88,11 @@ def manifest(
             rank_of_stage.add_vocabulary(model.roles["embedding"], "lm_head.weight")
     elif last or FAMILIES[arch.family].sglang.head_on_every_stage:
         rank_of_stage.add_vocabulary(model.roles["head"])
+    held = builder.build().renamed(lambda name: renamed(name, FAMILIES[arch.family].sglang.renamed))
     if quantization is None:
-        return builder.build()
+        return held
     # In blocks, with scales of float8 keys and values, always 1: the cache has its own dtype.
-    blocks = in_blocks(builder.build(), quantized_shapes(arch))
+    blocks = in_blocks(held, quantized_shapes(arch))
     layers = [name.removesuffix("o_proj.weight") for name in blocks.storages if name.endswith("o_proj.weight")]
     modules = FAMILIES[arch.family].sglang.attentions
     scales = [f"{layer}{module}.{of}_scale" for layer in layers for module in modules for of in "kv"]
@@ -125,7 +127,11 @@ def split_problems(
 ) -> list[Problem]:
     """Returns the reasons why an engine of these sizes cannot hold the model."""
     problems = _size_problems(arch, layout, device)
-    return problems if problems or quantization is None else list(_block_problems(arch, layout))
+    if problems or quantization is None:
+        return problems
+    if not FAMILIES[arch.family].sglang.quantizes:
+        return [Problem(f"{arch.family} on SGLang", "rollout.quantization", "null: its layers are not all in blocks")]
+    return list(_block_problems(arch, layout))
 
 
 def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list[Problem]:
@@ -146,13 +152,24 @@ def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
         return problems
     if layout.pipeline > len(arch.layers):
         problems.append(Problem(where, f"{len(arch.layers)} layers", "a layer for each stage"))
-    if layout.pipeline > 1 and arch.tied_embeddings and of_class.head_on_every_stage:
-        needed = "pipeline = 1: SGLang's last stage has no head for this family"
-        problems.append(Problem(where, "tied embeddings", needed))
+    if arch.tied_embeddings and (of_class.ties == "never" or (layout.pipeline > 1 and of_class.ties != "on stages")):
+        wanted = "a head of its own" if of_class.ties == "never" else "pipeline = 1"
+        problems.append(Problem(where, "tied embeddings", f"{wanted}: SGLang's class has no head for them"))
+    if layout.pipeline > 1 and not of_class.stages:
+        problems.append(Problem(where, f"pipeline = {layout.pipeline}", "1: SGLang's class has no stages"))
     if layout.attention_data > 1 and not of_class.attention_groups:
         having = [name for name, family in FAMILIES.items() if family.sglang.attention_groups]
         needed = f"1: SGLang has it for {', '.join(having)}"
         problems.append(Problem(where, f"attention_data = {layout.attention_data}", needed))
+    if expert > 1 and not of_class.expert_parallel:
+        problems.append(Problem(where, f"expert = {expert}", "1: SGLang's class does not load parts of the experts"))
+    if not of_class.fuses and arch.query_groups % tensor:
+        problems.append(Problem(where, f"key-value heads: {arch.query_groups}", f"a multiple of {tensor}"))
+    if device == "cpu" and not of_class.pads:
+        multiple = CPU_FFN_MULTIPLE * tensor
+        unlike = sorted({kind.mlp.ffn for kind in arch.kinds if kind.mlp.ffn % multiple})
+        needed = f"a multiple of {multiple} on CPUs, where SGLang pads others and fails to load them"
+        problems += [Problem(where, f"ffn: {ffn}", needed) for ffn in unlike]
     least = {"one": 1, "tensor": tensor, "tensor / expert": tensor // expert}[of_class.least_experts]
     if 0 < arch.experts < least:
         problems.append(Problem(where, f"experts: {arch.experts}", f"at least {least}, as SGLang demands"))
@@ -175,6 +192,10 @@ class LayerOnEngine:
     builder: ManifestBuilder
 
     @property
+    def sglang(self) -> SglangClass:
+        return FAMILIES[self.arch.family].sglang
+
+    @property
     def group(self) -> int:
         """Returns the number of ranks over which attention and the vocabulary are cut."""
         return self.layout.tensor // self.layout.attention_data
@@ -184,22 +205,32 @@ class LayerOnEngine:
         return self.rank % self.group
 
     def add_vocabulary(self, tensor: Tensor, storage: str = "") -> None:
+        how = "cut" if storage or tensor.role != "embedding" else self.sglang.embedding
+        if how == "whole":
+            self.builder.whole(tensor.name, tensor)
+            return
+        ranks = self.group if how == "cut" or self.layout.attention_data == 1 else 1
         padded = _padded(tensor.shape[0], VOCABULARY_MULTIPLE)
-        if padded % self.group:
-            padded = _padded(tensor.shape[0], VOCABULARY_MULTIPLE * self.group)
-        rows = padded_shard(tensor, padded, self.group_rank, self.group)
+        if padded % ranks:
+            padded = _padded(tensor.shape[0], VOCABULARY_MULTIPLE * ranks)
+        rows = padded_shard(tensor, padded, self.group_rank % ranks, ranks)
         self.builder.rows(storage or tensor.name, rows, tensor.shape[1:])
 
     # --- for parts ----------------------------------------------------------------------------------------------------
 
-    def whole(self, tensor: Tensor) -> None:
-        self.builder.whole(tensor.name, tensor)
+    def whole(self, tensor: Tensor, *, wide: bool = False) -> None:
+        """Adds a whole tensor. `wide`: in float32, whatever the model's dtype."""
+        self.builder.whole(tensor.name, tensor, "float32" if wide else "")
 
-    def rows(self, rows: Sequence[Rows], fused: tuple[str, str] = ("", "")) -> None:
+    def rows(self, rows: Sequence[Rows], fused: tuple[str, str] = ("", ""), *, wide: bool = False) -> None:
         """Adds rows of tensors, one after another. `fused`: a part of the first one's name, and SGLang's in its place
-        for all of them."""
+        for all of them. `wide`: in float32."""
+        if fused[0] and not self.sglang.fuses:
+            for part in rows:
+                self.rows([part])
+            return
         (first, *_) = (part.tensor for part in rows if part.tensor is not None)
-        self.builder.rows(first.name.replace(*fused), rows, first.shape[1:])
+        self.builder.rows(first.name.replace(*fused), rows, first.shape[1:], "float32" if wide else "")
 
     def shard(self, tensor: Tensor) -> Rows:
         """Returns the rows of the heads of this rank, of those that share the attention."""
@@ -212,17 +243,23 @@ class LayerOnEngine:
         """Adds this rank's part of an MLP with the matrices `up` before its activation. `ffn` is the size of the whole
         MLP with padding."""
         tensor = self.layout.tensor
-        rows = [part for matrix in up for part in padded_shard(matrix, ffn, self.rank, tensor)]
-        self.builder.rows(up[0].name.replace("gate_proj", "gate_up_proj"), rows, up[0].shape[1:])
+        for fused in [up] if self.sglang.fuses else [[matrix] for matrix in up]:
+            rows = [part for matrix in fused for part in padded_shard(matrix, ffn, self.rank, tensor)]
+            name = up[0].name.replace("gate_proj", "gate_up_proj") if self.sglang.fuses else fused[0].name
+            self.builder.rows(name, rows, up[0].shape[1:])
         self.builder.columns(down.name, down, self.rank, tensor, ffn)
 
-    def experts(self, router: Tensor, experts: Sequence[Roles], ffn: int) -> None:
+    def experts(self, router: Tensor, experts: Sequence[Roles], ffn: int, bias: bool) -> None:
         """Adds a run of consecutive experts of `ffn` columns, each cut over the ranks that share the run."""
         shards = self.layout.tensor // self.layout.expert
         run, index = divmod(self.rank, shards)
         count = len(experts) // self.layout.expert
         held, width = experts[run * count : (run + 1) * count], self.padded(ffn) // shards
-        prefix = router.name.removesuffix("gate.weight") + "experts."
+        module, _, _ = router.name.removesuffix(".weight").rpartition(".")
+        prefix = module + ".experts."
+        if self.sglang.alternates:
+            self._alternating(prefix, held, index, width, bias)
+            return
         gate_up = [
             [part for role in ("expert_gate", "expert_up") for part in shard_padded(roles[role], index, shards, width)]
             for roles in held
@@ -230,6 +267,47 @@ class LayerOnEngine:
         self.builder.stacked(prefix + "w13_weight", gate_up, self.arch.hidden)
         down = [roles["expert_down"] for roles in held]
         self.builder.stacked_columns(prefix + "w2_weight", down, index, shards, width)
+
+    def _alternating(self, prefix: str, experts: Sequence[Roles], index: int, width: int, bias: bool) -> None:
+        """Adds these experts with alternating rows of gate and up, and biases in float32. Of the ranks that share an
+        expert, whose products are added, one has the bias of the sum."""
+        for suffix, name, rest, dtype in (("", "", (self.arch.hidden,), ""), ("_bias", "_bias", (), "float32"))[
+            : 1 + bias
+        ]:
+            storage = Storage(
+                f"{prefix}w13_weight{name}", (len(experts), width, 2, *rest), dtype or self.builder.dtype, len(rest) + 1
+            )
+            axes, zeros = (None, 0, None, *range(1, len(rest) + 1)), (0,) * len(rest)
+            self.builder.placed(
+                storage,
+                (
+                    Placement(
+                        storage.name,
+                        (number, 0, column, *zeros),
+                        axes,
+                        Box(roles[role + suffix].name, (index * width, *zeros), (width, *rest)),
+                    )
+                    for number, roles in enumerate(experts)
+                    for column, role in enumerate(("expert_gate", "expert_up"))
+                ),
+            )
+        self.builder.stacked_columns(
+            prefix + "w2_weight",
+            [roles["expert_down"] for roles in experts],
+            index,
+            self.layout.tensor // self.layout.expert,
+            width,
+        )
+        if bias:
+            shape = (len(experts), self.arch.hidden)
+            storage = Storage(prefix + "w2_weight_bias", shape, "float32")
+            whole = (
+                Placement(storage.name, (number, 0), (None, 0), roles["expert_down_bias"].box)
+                for number, roles in enumerate(experts)
+            )
+            self.builder.placed(
+                storage, whole if index == 0 else (), (Fill(storage.name, (0, 0), shape),) if index else ()
+            )
 
     def padded(self, ffn: int) -> int:
         """Returns `ffn`, on CPUs padded to a multiple of 32 x tensor (sglang/srt/configs/update_config.py)."""

@@ -336,8 +336,8 @@ class _Loader:
                 return self._buckets().receive(command.version)
             case "digest":
                 manifest, tensors = self._in_place()
-                if self.receiver is not None and hasattr(self.model, "post_load_weights"):
-                    self.model.post_load_weights()  # SGLang's own loader, which derives w_kc and w_vc, did not run
+                if self.receiver is not None:
+                    derive(self.model)
                 check_derived(self.model)
                 return digests(tensors, manifest.placements)
             case "bucket_digests":
@@ -393,8 +393,18 @@ class _PlanReader(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+def derive(model: torch.nn.Module) -> None:
+    """Makes anew what SGLang's own loader, which did not run, derives from weights: w_kc and w_vc of latent attention,
+    and copies of zero-centred norms with 1 added."""
+    if hasattr(model, "post_load_weights"):
+        model.post_load_weights()
+    for module in model.modules():
+        if hasattr(module, "refresh_gemma_weight"):
+            module.refresh_gemma_weight()
+
+
 def check_derived(model: torch.nn.Module) -> None:
-    """Raises ModelError naming latent attention whose w_kc and w_vc do not follow, bit for bit, from its kv_b_proj.
+    """Raises ModelError naming what does not follow, bit for bit, from the weights from which SGLang derives it.
 
     SGLang's post_load_weights derives them from weights in bfloat16, which it makes of blocks first: of each head's
     rows of kv_b_proj, the first qk_nope_head_dim are w_kc [heads, nope, rank], and the others, transposed, are w_vc
@@ -402,6 +412,10 @@ def check_derived(model: torch.nn.Module) -> None:
     """
     problems = []
     for name, module in model.named_modules():
+        copied = getattr(module, "gemma_weight", None)
+        if copied is not None and not torch.equal(copied, module.weight + 1):
+            given = "it does not follow from the weight that was received"
+            problems.append(Problem(f"{name}.gemma_weight", given, "SGLang's refresh_gemma_weight", REPORT))
         if getattr(module, "w_kc", None) is None:
             continue
         sizes, weight = [module.qk_nope_head_dim, module.v_head_dim], module.kv_b_proj.weight

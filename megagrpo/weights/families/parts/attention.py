@@ -222,6 +222,12 @@ class Attention:
     def on_sglang(self, rank: LayerOnEngine, of: LayerTensors) -> None:
         for suffix in ("", *(["_bias"] if self.bias else [])):
             rank.rows(self._by_head(rank, of.roles, suffix), ("q_proj", "qkv_proj"))
+        if self.norm == "projection" and rank.sglang.cuts_norms:
+            rank.rows([rank.shard(of.roles["q_norm"])])
+            rank.rows([self._keys(rank, of.roles["k_norm"])])
+        elif self.norm:
+            rank.whole(of.roles["q_norm"])
+            rank.whole(of.roles["k_norm"])
         if self.sinks:
             rank.rows([rank.shard(of.roles["sinks"])])
         rank.columns(of.roles["o"])
@@ -230,14 +236,18 @@ class Attention:
 
     def _by_head(self, rank: LayerOnEngine, roles: Roles, suffix: str) -> list[Rows]:
         """Returns this rank's queries, each with its gate behind it, then its keys, then its values."""
-        dim, heads, groups = self.head_dim, self.heads // rank.group, max(1, self.groups // rank.group)
+        dim, heads = self.head_dim, self.heads // rank.group
         first = rank.group_rank * heads
         queries = [Rows(roles["q" + suffix], first * dim, heads * dim)]
         if self.gate:
             of_head = ("q", "attention_gate")
             queries = [Rows(roles[role], head * dim, dim) for head in range(first, first + heads) for role in of_head]
-        first = rank.group_rank * self.groups // rank.group
-        return queries + [Rows(roles[role + suffix], first * dim, groups * dim) for role in ("k", "v")]
+        return queries + [self._keys(rank, roles[role + suffix]) for role in ("k", "v")]
+
+    def _keys(self, rank: LayerOnEngine, tensor: Tensor) -> Rows:
+        """Returns the rows of this rank's keys. Several ranks have the same, if there are more ranks than keys."""
+        first, count = rank.group_rank * self.groups // rank.group, max(1, self.groups // rank.group)
+        return Rows(tensor, first * self.head_dim, count * self.head_dim)
 
     def unmet_on_sglang(self, sizes: EngineSizes, device: str) -> Iterator[Unmet]:
         """Yields what the ranks of an engine must divide, or those of them that share the attention."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megagrpo.weights.families.parts.part import Divided, LayerTensors, LayerWork, Pass, Tensor, Unmet
+from megagrpo.weights.families.parts.part import Divided, LayerTensors, LayerWork, Pass, Rows, Tensor, Unmet
 
 if TYPE_CHECKING:
     from megagrpo.weights.sides.megatron_rank import LayerOnRank
@@ -94,13 +94,16 @@ class DeltaNet:
     # --- SGLang -------------------------------------------------------------------------------------------------------
 
     def on_sglang(self, rank: LayerOnEngine, of: LayerTensors) -> None:
-        def rows(kind: str, names: str, fused: tuple[str, str]) -> None:
-            rank.rows([rank.shard(of.roles[f"{kind}_{name}"]) for name in names], fused)
+        def rows(kind: str, names: str, fused: tuple[str, str], runs: int = 1) -> None:
+            parts = [(its := rank.shard(of.roles[f"{kind}_{name}"]), its.count // runs) for name in names]
+            by_run = [Rows(its.tensor, its.start + run * count, count) for run in range(runs) for its, count in parts]
+            rank.rows(by_run, fused)
 
-        rows("delta", "qkvz", ("in_proj_q", "in_proj_qkvz"))
-        rows("delta", "ba", ("in_proj_b", "in_proj_ba"))
+        heads = self.key_heads // rank.group if rank.sglang.by_key_head else 1
+        rows("delta", "qkvz", ("in_proj_q", "in_proj_qkvz"), heads)
+        rows("delta", "ba", ("in_proj_b", "in_proj_ba"), heads)
         rows("conv", "qkv", ("conv_q", "conv1d"))
-        rank.rows([rank.shard(of.roles["A_log"])])
+        rank.rows([rank.shard(of.roles["A_log"])], wide=True)
         rank.rows([rank.shard(of.roles["dt_bias"])])
         rank.columns(of.roles["delta_o"])
 

@@ -157,13 +157,16 @@ class Experts:
     def on_sglang(self, rank: LayerOnEngine, of: LayerTensors) -> None:
         """Adds the whole router, the experts of this rank, and its part of the shared experts."""
         roles = of.roles
-        rank.whole(roles["router"])
+        rank.whole(roles["router"], wide=rank.sglang.wide_router)
+        if self.bias:
+            rank.whole(roles["router_linear_bias"])
         if self.router is not None:
             rank.whole(roles["router_bias"])
-        rank.experts(roles["router"], of.experts, self.ffn)
+        rank.experts(roles["router"], of.experts, self.ffn, bias=self.bias)
         if self.shared_ffn:
-            # SGLang pads the size of one expert and multiplies it by the number of shared experts.
-            padded = rank.padded(self.ffn) * (self.shared_ffn // self.ffn)
+            # SGLang pads the size of one shared expert, and multiplies it by their number.
+            count = 1 if self.shared_weight else self.shared_ffn // self.ffn
+            padded = rank.padded(self.shared_ffn // count) * count
             rank.mlp([roles["shared_gate"], roles["shared_up"]], roles["shared_down"], padded)
         if self.shared_weight:
             rank.whole(roles["shared_weight"])
