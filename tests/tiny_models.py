@@ -236,6 +236,8 @@ TINY_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
 }  # fmt: skip
 WITH_EXPERTS = ("qwen3_moe", "deepseek_v3", "mixtral")
+MIXTURES = [family for family, (_, own) in TINY_FAMILIES.items() if "num_experts_per_tok" in own]
+DELTA_NET_FAMILIES = [family for family, (_, own) in TINY_FAMILIES.items() if "linear_num_key_heads" in own]
 LIKE = {family: its.known_as for family, its in FAMILIES.items() if its.known_as}
 """Families whose model_type transformers does not know, and those that they are to it."""
 USUAL_FAMILIES = ("llama", "mistral", "qwen2", "qwen2_tied", "qwen3", *WITH_EXPERTS)
@@ -300,15 +302,24 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
 
 
+def reference_model(
+    directory: str | Path, dtype: torch.dtype = torch.float32, kind: Any = transformers.AutoModelForCausalLM
+) -> torch.nn.Module:
+    """transformers' model of `directory`, in plain torch. A padding token's embedding has a gradient like others'."""
+    config = json.loads((Path(directory) / "config.json").read_text())
+    class_of = transformers.CONFIG_MAPPING[LIKE.get(config["model_type"], config["model_type"])]
+    own = class_of(**{key: value for key, value in config.items() if key != "model_type"})
+    model = kind.from_pretrained(
+        directory, config=own, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    )
+    model.get_input_embeddings().padding_idx = None
+    return model.eval()
+
+
 @torch.no_grad()
 def reference_logits(
     directory: str | Path, sequences: list[list[int]], dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
     """transformers' logits of each sequence alone: a list of [tokens, vocab] float32, computed in `dtype`."""
-    config = json.loads((Path(directory) / "config.json").read_text())
-    class_of = transformers.CONFIG_MAPPING[LIKE.get(config["model_type"], config["model_type"])]
-    own = class_of(**{key: value for key, value in config.items() if key != "model_type"})
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, config=own, dtype=dtype, attn_implementation="eager"
-    ).eval()
+    model = reference_model(directory, dtype)
     return [model(torch.tensor([tokens])).logits[0].float() for tokens in sequences]
