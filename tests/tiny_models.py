@@ -236,8 +236,6 @@ TINY_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
 }  # fmt: skip
 WITH_EXPERTS = ("qwen3_moe", "deepseek_v3", "mixtral")
-MIXTURES = [family for family, (_, own) in TINY_FAMILIES.items() if "num_experts_per_tok" in own]
-DELTA_NET_FAMILIES = [family for family, (_, own) in TINY_FAMILIES.items() if "linear_num_key_heads" in own]
 LIKE = {family: its.known_as for family, its in FAMILIES.items() if its.known_as}
 """Families whose model_type transformers does not know, and those that they are to it."""
 USUAL_FAMILIES = ("llama", "mistral", "qwen2", "qwen2_tied", "qwen3", *WITH_EXPERTS)
@@ -246,6 +244,13 @@ COMPOSITES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Models with a vision tower, and the families of their text models."""
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 48}
 OTHER_FAMILIES = [family for family in [*TINY_FAMILIES, *COMPOSITES] if family not in USUAL_FAMILIES]
+
+
+def _families_with(key: str) -> list[str]:
+    return [f for f in [*TINY_FAMILIES, *COMPOSITES] if key in TINY_FAMILIES[COMPOSITES.get(f, f)][1]]
+
+
+MIXTURES, DELTA_NET_FAMILIES = _families_with("num_experts_per_tok"), _families_with("linear_num_key_heads")
 
 
 def config_of(family: str, **changes: Any) -> transformers.PretrainedConfig:

@@ -22,7 +22,7 @@ from tests.distributed.parity_ranks import logits_and_gradients
 from tests.distributed.step_case import assemble, in_checkpoint, relative
 from tests.distributed.test_parity_logits import assemble as assemble_logits
 from tests.rank_group import run_ranks
-from tests.tiny_models import DELTA_NET_FAMILIES, DIMENSIONS, OTHER_FAMILIES, TINY_FAMILIES, reference_model
+from tests.tiny_models import COMPOSITES, DELTA_NET_FAMILIES, DIMENSIONS, OTHER_FAMILIES, TINY_FAMILIES, reference_model
 
 GENERATOR = np.random.default_rng(3)
 MICROBATCHES = [
@@ -115,7 +115,7 @@ def distances(tiny: Tiny, name: str, families: Sequence[str], seeds: Sequence[in
 
 
 def changes(family: str, layers: int) -> dict[str, Any]:
-    kinds = TINY_FAMILIES[family][1].get("layer_types")
+    kinds = TINY_FAMILIES[COMPOSITES.get(family, family)][1].get("layer_types")
     more = {"num_hidden_layers": layers} if layers != 4 else {}
     return CHANGES.get(family, {}) | more | ({"layer_types": (kinds * 2)[:layers]} if kinds and more else {})
 
@@ -140,4 +140,4 @@ def test_every_kind_of_part_agrees_with_transformers(name: str, tiny: Tiny) -> N
 
 @pytest.mark.parametrize("name", soak(*ROWS))
 def test_every_family_agrees_with_transformers_in_three_seeds(name: str, tiny: Tiny) -> None:
-    check(tiny, name, list(TINY_FAMILIES), seeds=(0, 1, 2))
+    check(tiny, name, [*TINY_FAMILIES, *COMPOSITES], seeds=(0, 1, 2))
