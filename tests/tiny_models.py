@@ -261,6 +261,13 @@ VISION |= {"num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8, "ima
 OTHER_FAMILIES = [family for family in [*TINY_FAMILIES, *COMPOSITES] if family not in USUAL_FAMILIES]
 
 
+def _families_with(key: str) -> list[str]:
+    return [f for f in [*TINY_FAMILIES, *COMPOSITES] if key in TINY_FAMILIES[COMPOSITES.get(f, f)][1]]
+
+
+MIXTURES, DELTA_NET_FAMILIES = _families_with("num_experts_per_tok"), _families_with("linear_num_key_heads")
+
+
 def config_of(family: str, **changes: Any) -> transformers.PretrainedConfig:
     """The config of a tiny model; `changes` replace fields of it, or of its text model's."""
     if family in COMPOSITES:
@@ -283,10 +290,8 @@ def make_model(family: str, directory: str | Path, *, seed: int = 0, **changes: 
     marker = directory / "tiny_model.json"
     if marker.exists() and json.loads(marker.read_text()) == json.loads(json.dumps(wanted)):
         return directory
-    composite = family in COMPOSITES
-    kind = transformers.AutoModelForImageTextToText if composite else transformers.AutoModelForCausalLM
     config = config_of(family, **changes)
-    model = kind.from_config(config, dtype=torch.float32)
+    model = auto_class(config).from_config(config, dtype=torch.float32)
     randomize(model, seed)
     model.save_pretrained(directory)
     if family in LIKE:
@@ -316,16 +321,24 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
 
 
+def reference_model(directory: str | Path, dtype: torch.dtype = torch.float32, kind: Any = None) -> torch.nn.Module:
+    """transformers' model of `directory`, in plain torch. A padding token's embedding has a gradient like others'."""
+    config = json.loads((Path(directory) / "config.json").read_text())
+    class_of = transformers.CONFIG_MAPPING[LIKE.get(config["model_type"], config["model_type"])]
+    own = class_of(**{key: value for key, value in config.items() if key != "model_type"})
+    model = (kind or auto_class(own)).from_pretrained(
+        directory, config=own, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    )
+    model.get_input_embeddings().padding_idx = None
+    return model.eval()
+
+
 @torch.no_grad()
 def reference_logits(
     directory: str | Path, sequences: list[list[int]], dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
     """transformers' logits of each sequence alone: a list of [tokens, vocab] float32, computed in `dtype`."""
-    config = json.loads((Path(directory) / "config.json").read_text())
-    class_of = transformers.CONFIG_MAPPING[LIKE.get(config["model_type"], config["model_type"])]
-    own = class_of(**{key: value for key, value in config.items() if key != "model_type"})
-    options: dict[str, Any] = {"config": own, "dtype": dtype, "attn_implementation": "eager"}
-    model = auto_class(own).from_pretrained(directory, **options).eval()
+    model = reference_model(directory, dtype)
     return [model(torch.tensor([tokens])).logits[0].float() for tokens in sequences]
 
 

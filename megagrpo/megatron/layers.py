@@ -199,7 +199,14 @@ class SoftmaxRouter(TopKRouter):
 
 
 class OwnOutput(RowParallelLinear):
-    """A linear layer whose output is no view: Megatron's experts add a bias to it in place, for which autograd asks."""
+    """A linear layer whose output is no view: Megatron's experts add a bias to it in place, for which autograd asks.
+
+    Megatron sums the gradient of its bias over tensor ranks, which hold different experts.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bias.sequence_parallel = False
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(hidden)

@@ -93,6 +93,8 @@ def sum_gradients(config: TransformerConfig) -> None:
 
     The loss's denominators are global already, so Megatron must not divide by a token count of its own.
     """
+    if config.transformer_impl == "local":  # norms are marked; by this Megatron also sums those that tensor ranks share
+        config.qk_layernorm = False
 
     def finalize(chunks: list[torch.nn.Module], num_tokens: Tensor | None = None, **arguments: Any) -> None:
         finalize_model_grads(chunks, None, **arguments)

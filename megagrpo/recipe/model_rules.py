@@ -233,6 +233,13 @@ MODEL_RULES: Rules[Fit] = {
         and f.model.experts
         and f.layout.data * f.layout.context == 1 < f.layout.expert_data
     ),
+    # An assertion of Megatron-Core's: only matrices of such experts may be dealt out.
+    "muon_on_biases_of_experts": lambda f: (
+        f.train.optimizer.kind == "muon"
+        and f.train.distributed_optimizer
+        and f.layout.expert > 1
+        and any(kind.mlp.bias for kind in f.model.kinds)
+    ),
     "recomputed_module_of_another_model": _modules_of_other_models,
     "recomputed_layers_of_no_stage": _recomputed_layers,
     **TOKEN_RULES,

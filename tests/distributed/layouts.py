@@ -15,7 +15,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from megagrpo.layout.parallel import ParallelLayout
-from tests.tiny_models import WITH_EXPERTS
+from tests.tiny_models import MIXTURES
 
 KINDS = {
     "qwen2_tied": "dense",
@@ -44,9 +44,12 @@ class Row:
         return KINDS[self.family]
 
     def of(self, family: str) -> ParallelLayout:
-        """The layout for a family of any kind: dense ones have no experts to split, other experts go as tensor does."""
-        if family not in WITH_EXPERTS:
+        """The layout for a family of any kind: dense ones have no experts to split, other experts go as tensor does, or
+        are dealt out if they have biases."""
+        if family not in MIXTURES:
             return replace(self.layout, expert=1, expert_tensor=1)
+        if family == "gpt_oss":
+            return replace(self.layout, expert=max(self.layout.expert, self.layout.tensor), expert_tensor=1)
         return self.layout if self.layout.expert > 1 else replace(self.layout, expert_tensor=self.layout.tensor)
 
     @property

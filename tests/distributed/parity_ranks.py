@@ -21,6 +21,7 @@ from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.recipe.schema import LayoutConfig, TrainConfig
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
+from tests.distributed.step_ranks import Parts, gradients_of
 from tests.distributed.te_ranks import build_as_on_gpus
 from tests.methods import rows_of
 
@@ -55,6 +56,25 @@ def logits_of_models(
         build_as_on_gpus()
     models = (load_model(directory, layout, dtype, layer_spec=layer_spec) for directory in directories)
     return [logits_of_chunks(model.chunks, model.architecture, layout, microbatches) for model in models]
+
+
+def logits_and_gradients(
+    directories: list[Path], layout: ParallelLayout, microbatches: list[list[list[int]]]
+) -> list[tuple[RankLogits | None, Parts]]:
+    """For each model, this rank's logits, and its gradients of minus the sum of all logprobs."""
+    process.start_parallel(layout, seed=1)
+    packed, found = rank_microbatches(layout, microbatches), []
+    for directory in directories:
+        trained = load_model(directory, layout)
+        arch, chunks = trained.architecture, trained.chunks
+        logits = logits_of_chunks(chunks, arch, layout, microbatches)
+
+        def loss(index: int, hidden: torch.Tensor, chunks: Any = chunks, arch: Architecture = arch) -> torch.Tensor:
+            return -response_logprobs(chunks, arch, layout, packed[index], hidden)[0].sum()
+
+        trained.compute_gradients(packed, loss)
+        found.append((logits, gradients_of(trained)))
+    return found
 
 
 def logits_of_chunks(

@@ -34,6 +34,7 @@ from tests.distributed.step_case import (
     assert_same_step,
     clip_and_step,
     grpo_step,
+    in_checkpoint,
     load_reference,
     make_case,
     make_recipe,
@@ -108,13 +109,14 @@ def some_adapters(directory: Path, targets: Sequence[str]) -> dict[str, np.ndarr
     for matrix in adapted_matrices(read_architecture(directory), targets):
         out, inputs = matrix.shape
         values[key_a(matrix.name)] = random.normal(0, inputs**-0.5, (SETTINGS["rank"], inputs)).astype(np.float32)
-        values[key_b(matrix.name)] = random.normal(0, 0.05, (out, SETTINGS["rank"])).astype(np.float32)
+        values[key_b(matrix.name)] = random.normal(0, 0.02, (out, SETTINGS["rank"])).astype(np.float32)
     return values
 
 
 def torch_merged(directory: Path, values: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """The model's checkpoint in float64 with the adapters added."""
-    merged = {name: tensor.double() for name, tensor in saved(directory).items()}
+    """The model's tensors in float64 with the adapters added."""
+    tensors = in_checkpoint(read_architecture(directory))(load_reference(directory).state_dict())
+    merged = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
     for matrix in merged:
         if key_a(matrix) in values:
             a, b = (torch.from_numpy(values[key(matrix)]).double() for key in (key_a, key_b))
@@ -134,7 +136,7 @@ def torch_step(case: Case, values: dict[str, np.ndarray], recipe: Recipe) -> Ste
             a.grad = SCALE * b.detach().T @ of_matrix
             b.grad = SCALE * of_matrix @ a.detach().T
     gradients = {name: leaf.grad.clone().numpy() for name, leaf in leaves.items()}
-    norm = clip_and_step(list(leaves.values()), recipe.train.optimizer)
+    norm = clip_and_step(leaves, recipe.train.optimizer)
     after = {name: leaf.detach().numpy() for name, leaf in leaves.items()}
     return StepResult(of_matrices.loss, norm, gradients, values, after)
 
@@ -144,13 +146,28 @@ def in_transformers(checkpoint: dict[str, torch.Tensor], directory: Path) -> dic
     manifest = transformers_manifest(read_architecture(directory), "float64")
     state = {name: torch.empty(storage.shape, dtype=torch.float64) for name, storage in manifest.storages.items()}
     for p in manifest.placements:
-        box_view(state[p.storage], p).copy_(checkpoint[p.box.tensor])
+        at = tuple(slice(a, a + n) for a, n in zip(p.box.start, p.box.shape, strict=True))
+        box_view(state[p.storage], p).copy_(checkpoint[p.box.tensor][at])
+    state = {name: tensor.view(manifest.storages[name].outer_shape) for name, tensor in state.items()}
     if "lm_head.weight" not in state:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     return state
 
 
 SOME, OTHERS = ["q_proj", "v_proj", "down_proj"], ["k_proj", "o_proj", "up_proj"]
+UNFUSED = {"gpt_oss": ALL[:4], "qwen3_next": ALL[1:], "glm4": [*ALL[:4], "down_proj"], "phi3": ["o_proj", "down_proj"]}
+"""The matrices that may have adapters in families whose files fuse the others."""
+PLAIN_FAMILIES = ("arcee", "dots1", "ernie4_5", "exaone4", "gemma2", "gemma3_text", "glm4_moe", "granite", "minimax_m2")
+PLAIN_FAMILIES += (
+    "ministral3",
+    "mistral_window",
+    "olmo2",
+    "olmo3",
+    "qwen2_moe",
+    "qwen3_moe_mixed",
+    "seed_oss",
+    "smollm3",
+)
 WHOLE_EXPERTS = {"layout": vars(ParallelLayout(tensor=2))}
 
 
@@ -163,6 +180,11 @@ WHOLE_EXPERTS = {"layout": vars(ParallelLayout(tensor=2))}
         ("mixtral", "tensor", ALL, WHOLE_EXPERTS),  # on every rank
         ("qwen2_tied", "context, data", ALL, {}),
         ("qwen2_tied", "virtual, context", OTHERS, {"recompute": "full"}),
+        *(
+            pytest.param(family, "expert over tensor", UNFUSED[family], {}, marks=pytest.mark.long)
+            for family in UNFUSED
+        ),
+        *soak(*((family, "expert over tensor", ALL, {}) for family in PLAIN_FAMILIES)),
     ],
 )
 def test_gradients_and_update_are_those_of_plain_torch(family, name, targets, train, case_of: CaseOf):

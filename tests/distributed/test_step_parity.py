@@ -20,7 +20,7 @@ from megagrpo.megatron import model_rank
 from megagrpo.megatron.attention import PackedLatentAttention
 from megagrpo.recipe.schema import Recipe
 from tests.distributed.conftest import CaseOf
-from tests.distributed.layouts import KINDS, ROWS
+from tests.distributed.layouts import KINDS, ROWS, soak
 from tests.distributed.step_case import (
     LIMITS,
     LONGEST,
@@ -33,6 +33,8 @@ from tests.distributed.step_case import (
     make_recipe,
 )
 from tests.distributed.step_ranks import RankStep, gather, on_ranks, step
+from tests.distributed.test_family_matrix import changes
+from tests.tiny_models import DELTA_NET_FAMILIES
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def recipe_of(family: str, layout: ParallelLayout, dtype: str = "float32", **tra
     return make_recipe(
         layout,
         model={"path": "unused", "dtype": dtype},
-        algorithm={"aggregation": "seq_mean_token_mean" if KINDS[family] == "dense" else "token_mean"},
+        algorithm={"aggregation": "seq_mean_token_mean" if KINDS.get(family) == "dense" else "token_mean"},
         train={"distributed_optimizer": False} | train,
     )
 
@@ -96,6 +98,26 @@ def in_layout(family_of: Callable[[str], Family]) -> Callable[[str], StepResult]
 @pytest.mark.parametrize("name", [name for name in ROWS if name != "one rank"])
 def test_every_layout_takes_the_same_step(name, family_of, in_layout):
     assert_same_step(in_layout(name), family_of(name).alone)
+
+
+NEWER = ("gpt_oss", "qwen3_5_moe_text", "gemma3_text", "olmo3", "glm4_moe", "minimax_m2", "ernie4_5", "phi3")
+OFTEN = [("gpt_oss", "expert over tensor"), ("minimax_m2", "all")]
+NEWER_STEPS = [(family, name) for family in NEWER for name in ("all", "unequal, data", "expert over tensor")]
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *(pytest.param(*one, marks=pytest.mark.long) for one in OFTEN),
+        *soak(*(one for one in NEWER_STEPS if one not in OFTEN)),
+    ],
+)
+def test_newer_families_take_the_step_of_plain_torch_in_any_layout_and_packing(family, name, case_of):
+    case = case_of(family, **changes(family, layers=4))
+    recipe = recipe_of(family, ROWS[name].of(family), tokens_per_microbatch=2 * LONGEST)
+    wanted = grpo_step(case, recipe, load_reference(case.directory))
+    found = run(recipe, replace(case, sequences=case.sequences[::-1]))
+    assert_same_step(found, wanted, slack=2 if family in DELTA_NET_FAMILIES else 1)
 
 
 @pytest.mark.parametrize("name", ["context, data", "expert, data"])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk
 from megagrpo.recipe.model_rules import model_problems
 from megagrpo.weights.families import architecture_of, read_architecture
+from megagrpo.weights.files.adapters import TARGETS
 from tests import tiny_models
 from tests.tiny_run import CONFIG, EXPERTS, recipe_with
 
@@ -101,6 +102,33 @@ def test_muon_needs_whole_query_groups_and_ranks_that_matrices_are_dealt_out_to(
 def test_latent_attention_has_no_adapters(tmp_path: Path) -> None:
     architecture = read_architecture(tiny_models.make_model("deepseek_v3", tmp_path / "model"))
     assert "train.lora" in {problem.where for problem in model_problems(recipe_with(LORA), architecture)}
+
+
+@pytest.mark.parametrize(
+    ("family", "refused"),
+    [
+        ("glm4", {"gate_proj", "up_proj"}),
+        ("gpt_oss", {"gate_proj", "up_proj", "down_proj"}),
+        ("phi3", {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}),
+        ("qwen3_next", {"q_proj"}),
+    ],
+)
+def test_matrices_that_files_fuse_have_no_adapters(family: str, refused: set[str], tmp_path: Path) -> None:
+    architecture = read_architecture(tiny_models.make_model(family, tmp_path / "model"))
+    (problem,) = model_problems(recipe_with("train.lora={rank: 4}"), architecture)
+    assert set(re.findall(r"\w+_proj", problem.given)) == refused
+    rest = sorted(set(TARGETS.values()) - refused)
+    assert not model_problems(recipe_with(f"train.lora={{rank: 4, targets: [{', '.join(rest)}]}}"), architecture)
+
+
+def test_experts_with_biases_are_not_cut_nor_dealt_out_by_muon(tmp_path: Path) -> None:
+    architecture = read_architecture(tiny_models.make_model("gpt_oss", tmp_path / "model"))
+    (problem,) = model_problems(recipe_with("train.layout={tensor: 2}"), architecture)
+    assert "experts have biases" in problem.given
+    muon = "train.optimizer.kind=muon", "train.layout={data: 2, expert: 2}"
+    (problem,) = model_problems(recipe_with(*muon), architecture)
+    assert problem.where == "train.distributed_optimizer"
+    assert not model_problems(recipe_with(*muon, "train.distributed_optimizer=false"), architecture)
 
 
 @pytest.mark.parametrize(
