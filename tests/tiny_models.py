@@ -134,7 +134,10 @@ TINY_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_layer_end_index": 2,
         },
     ),
-    "exaone4": ("Exaone4Config", {"head_dim": 16, "sliding_window": 8}),
+    "exaone4": (
+        "Exaone4Config",
+        {"head_dim": 16, "sliding_window": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
     "gemma2": (
         "Gemma2Config",
         {

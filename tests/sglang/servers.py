@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from megagrpo.errors import MegagrpoError
 from megagrpo.layout.parallel import ParallelLayout
@@ -32,9 +30,10 @@ from megagrpo.weights.transport.choice import Channel, TransportName, open_sende
 from megagrpo.weights.transport.disk import DiskFiles
 from megagrpo.weights.transport.rendezvous import RendezvousHost
 from tests.rollout_engines import model_directory
+from tests.tiny_models import reference_model
 from tests.tiny_run import recipe_with
-from tests.weight_streams import manifests, sync, two_nodes, unlike_sent
-from tests.weights_oracle import Tensors, held_by_ranks
+from tests.weight_streams import loaded, manifests, sync, two_nodes, unlike_sent
+from tests.weights_oracle import Tensors
 
 # Deadlines that are only there to end a test that hangs: a busy machine may take fifty times what an idle one takes.
 START_SECONDS = 600.0
@@ -57,10 +56,12 @@ class Served:
     directory: Path
     layout: EngineLayoutConfig
     engine: SglangEngine
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Changes of the family's tiny config."""
 
     def weights(self, seed: int) -> Path:
         """Directory of a model of the same family with other random weights; made when it is first asked for."""
-        return model_directory(self.family, self.directory.parent / f"{self.family}-{seed}", seed=seed)
+        return model_directory(self.family, self.directory.parent / f"{self.family}-{seed}", seed=seed, **self.changes)
 
     @contextmanager
     def borrowed(self, *overrides: str, keeps_weights: bool = False) -> Iterator[SglangEngine]:
@@ -184,7 +185,9 @@ def serve_directory(directory: Path, family: str, tensor: int = 1) -> Iterator[S
     yield from serve_layout(directory, family, EngineLayoutConfig(tensor=tensor))
 
 
-def serve_layout(directory: Path, family: str, layout: EngineLayoutConfig, nodes: int = 1) -> Iterator[Served]:
+def serve_layout(
+    directory: Path, family: str, layout: EngineLayoutConfig, nodes: int = 1, **changes: Any
+) -> Iterator[Served]:
     """Serves a layout as serve_directory does. Several nodes are processes of this machine."""
     host, port = StoreHost(LOOPBACK), free_port(LOOPBACK)
     of_node = [EngineNode(rank, nodes, host.address, port, (LOOPBACK,) * nodes) for rank in range(nodes)]
@@ -196,7 +199,7 @@ def serve_layout(directory: Path, family: str, layout: EngineLayoutConfig, nodes
     try:
         servers[0].wait_until_ready(START_SECONDS)
         engine = SglangEngine(spec_of(directory, layout), servers[0])
-        yield Served(servers[0], family, directory, layout, engine)
+        yield Served(servers[0], family, directory, layout, engine, changes)
         engine.close()
     finally:
         for server in servers:
@@ -227,7 +230,7 @@ class Policy:
         self.senders: list[Any] = [open_sender(self.channel, self.plan, i, files) for i in range(layout.ranks)]
 
     def held(self, directory: Path) -> list[Tensors]:
-        return held_by_ranks(self.arch, self.layout, load_file(directory / "model.safetensors"))
+        return loaded(directory, manifests(self.arch, self.layout))
 
     def move(self, version: int, directory: Path) -> list[MegagrpoError]:
         """Between begin_update and end_update. The errors of training ranks, and then the engine's."""
@@ -256,7 +259,7 @@ class Policy:
 
 @cache
 def model_of(directory: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return reference_model(directory)
 
 
 @torch.no_grad()

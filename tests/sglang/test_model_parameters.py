@@ -24,6 +24,9 @@ from tests.tiny_models import COMPOSITES, TINY_FAMILIES, config_of, make_model
 
 FIVE_LAYERS: dict[str, Any] = {"num_hidden_layers": 5}
 TIED: dict[str, Any] = {"tie_word_embeddings": True}
+MINISTRAL: dict[str, Any] = {
+    "rope_parameters": TINY_FAMILIES["ministral3"][1]["rope_parameters"] | {"original_max_position_embeddings": 16384}
+}
 CASES: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     ("llama", FIVE_LAYERS, {"tensor": 4, "pipeline": 3}),
     ("mistral", {}, {"tensor": 2, "pipeline": 2}),
@@ -51,7 +54,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     ("kimi_k2", {"rms_norm_eps": 1e-6}, {"tensor": 4, "expert": 2, "attention_data": 2, "pipeline": 2}),
     ("minimax_m2", {}, {"tensor": 4, "expert": 2, "pipeline": 2}),
     ("minimax_m2", {"num_key_value_heads": 4}, {"tensor": 2}),
-    ("ministral3", FIVE_LAYERS | {"sliding_window": None}, {"tensor": 4, "pipeline": 3}),
+    ("ministral3", FIVE_LAYERS | MINISTRAL, {"tensor": 4, "pipeline": 3}),
     ("olmo2", {}, {"tensor": 4}),
     ("olmo3", {}, {"tensor": 2}),
     ("phi3", FIVE_LAYERS, {"tensor": 4, "pipeline": 3}),
@@ -107,7 +110,7 @@ QUANTIZED: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     ("glm4_moe_lite", LATENT | {"rms_norm_eps": 1e-6}, {"tensor": 2}),
     ("granite", GROUPED | {"hidden_size": 512}, {"tensor": 2}),
     ("minimax_m2", GROUPED | {"hidden_size": 512}, {"tensor": 2}),
-    ("ministral3", GROUPED | {"sliding_window": None}, {"tensor": 2}),
+    ("ministral3", GROUPED | MINISTRAL, {"tensor": 2}),
     ("olmo2", GROUPED | {"hidden_size": 512}, {"tensor": 2}),
     ("phi3", GROUPED | {"hidden_size": 512}, {"tensor": 2}),
     ("qwen2_moe", ROUTED | WEIGHTED, {"tensor": 2}),

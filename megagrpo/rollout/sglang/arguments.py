@@ -18,7 +18,9 @@ from megagrpo.recipe.schema import SglangConfig
 from megagrpo.rollout.sglang.launch import DEVICE_VARIABLE, MEETING_SCHEME, MEETING_VARIABLE
 from megagrpo.section import problem
 from megagrpo.weights.blocks import BLOCK
+from megagrpo.weights.families import FAMILIES
 from megagrpo.weights.families.reading import read_json
+from megagrpo.weights.families.sglang_classes import key_problems
 from megagrpo.weights.transport import LOAD_FORMAT
 
 if TYPE_CHECKING:
@@ -33,7 +35,10 @@ WATCHDOG_SECONDS = 300.0  # SGLang's own default
 _SERVER = "nothing: megagrpo starts the server and chooses it"
 _WEIGHTS = "nothing: weights are sent to models that rollout.layout splits"
 _SAMPLING = "nothing: every request says how it is sampled"
-_DRAFT = "nothing: a draft model would keep its first weights, and the logprobs of drafted tokens are unproven"
+_DRAFT = (
+    "nothing: a draft model would keep its first weights, as would a model's layers for further tokens (mtp), and the "
+    "logprobs of drafted tokens are unproven"
+)
 _CODE = "nothing: code of models is never run"
 _EXPERTS = "nothing: kernels other than Triton's order or pack the experts' weights in ways of their own"
 OWNED = (
@@ -136,12 +141,17 @@ def _checked(interpreter: str, options: Mapping[str, Any], names_only: bool) -> 
 
 
 def model_problems(directory: Path) -> list[Problem]:
-    """Returns a problem if config.json lacks the model class, without which SGLang exits after its start."""
-    config = directory / "config.json"
-    architectures = read_json(config).get("architectures") or []
-    if any(str(name).endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures):
-        return []
-    return [problem("class_of_the_model", config=config, architectures=brief(architectures))]
+    """Returns problems of config.json: without the model class SGLang exits after its start; without keys that it reads
+    it exits, or takes defaults."""
+    path = directory / "config.json"
+    config = read_json(path)
+    architectures, family = config.get("architectures") or [], FAMILIES.get(str(config.get("model_type")))
+    problems = []
+    if not any(str(name).endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures):
+        problems.append(problem("class_of_the_model", config=path, architectures=brief(architectures)))
+    if family is not None:
+        problems += key_problems(str(path), config.get("text_config") or config, family.sglang)
+    return problems
 
 
 def server_arguments(spec: ServerSpec) -> dict[str, Any]:

@@ -115,7 +115,7 @@ FAMILIES: dict[str, Family] = {
         in_transformers=((".block_sparse_moe.", ".mlp."),),
         sglang=sglang_classes.MINIMAX_M2,
     ),
-    "ministral3": Family(llama_like.ministral3, sglang=sglang_classes.MISTRAL),
+    "ministral3": Family(llama_like.ministral3, sglang=sglang_classes.MINISTRAL3),
     "mistral": Family(
         llama_like.mistral,
         sglang=sglang_classes.MISTRAL,
@@ -133,8 +133,8 @@ FAMILIES: dict[str, Family] = {
         in_transformers=((".block_sparse_moe.", ".mlp."),),
         sglang=sglang_classes.MIXTRAL,
     ),
-    "olmo2": Family(olmo.olmo2, olmo.NAMES, sglang=sglang_classes.ONE_STAGE),
-    "olmo3": Family(olmo.olmo3, olmo.NAMES, sglang=sglang_classes.ONE_STAGE),
+    "olmo2": Family(olmo.olmo2, olmo.NAMES, sglang=sglang_classes.OLMO2),
+    "olmo3": Family(olmo.olmo3, olmo.NAMES, sglang=sglang_classes.OLMO3),
     "phi3": Family(llama_like.phi3, fuse=fused.everything, sglang=sglang_classes.PHI3),
     "qwen2": Family(llama_like.qwen2),
     "qwen2_moe": Family(

@@ -6,15 +6,14 @@ No side holds them; `extra_tensors` in sides/checkpoint.py lists them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megagrpo.errors import Problem
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.families.parts.attention import Attention
 from megagrpo.weights.families.parts.experts import Experts, SigmoidRouter
-from megagrpo.weights.families.parts.latent_attention import NORM_EPSILON, LatentAttention
+from megagrpo.weights.families.parts.latent_attention import LatentAttention
 from megagrpo.weights.families.parts.mlp import Mlp
 from megagrpo.weights.families.reading import EXPERTS_MAX, ConfigReader
 
@@ -156,17 +155,3 @@ def _experts(read: ConfigReader, *counts: str, shared: str = "n_shared_experts")
             read.refuse("topk_group", groups_per_token, needed)
     router = SigmoidRouter(groups, groups_per_token, read.number("routed_scaling_factor"))
     return replace(experts, router=router, shared_ffn=experts.ffn * read.integer(shared, most=EXPERTS_MAX))
-
-
-def ignored_by_sglang(arch: Architecture) -> Iterator[Problem]:
-    """Yields a problem where SGLang gives the norms of the latents another epsilon than transformers."""
-    if arch.norm_epsilon != NORM_EPSILON:
-        needed, fix = f"{NORM_EPSILON:g}, which the norms of the latents have", "rollout.engine: transformers"
-        yield Problem(f"{arch.family} on SGLang: rms_norm_eps", f"{arch.norm_epsilon:g}", needed, fix)
-
-
-def ignored_by_sglangs_glm4_moe_lite(arch: Architecture) -> Iterator[Problem]:
-    """Yields the same, and a problem for queries that one matrix projects, which SGLang's class does not load."""
-    yield from ignored_by_sglang(arch)
-    if any(isinstance(kind.attention, LatentAttention) and kind.attention.query_rank is None for kind in arch.kinds):
-        yield Problem(f"{arch.family} on SGLang: q_lora_rank", "null", "a size: SGLang does not load q_proj here")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megagrpo.errors import Problem
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.families.parts.attention import Attention
 from megagrpo.weights.families.reading import ConfigReader
@@ -58,9 +57,3 @@ def _model(read: ConfigReader, attentions: list[Attention], logit_cap: float | N
     model = read.model([read.layer(attention, mlp, outputs=True) for attention in attentions])
     scale = model.hidden**0.5
     return replace(model, zero_centred_norms=True, embedding_scale=scale, logit_cap=logit_cap)
-
-
-def ignored_by_sglang(arch: Architecture) -> Iterator[Problem]:
-    """Yields a problem for a head of its own, in whose place SGLang's classes use the embedding."""
-    if not arch.tied_embeddings:
-        yield Problem(f"{arch.family} on SGLang", "a head of its own", "tied embeddings: SGLang has no other head here")

@@ -6,15 +6,13 @@ under the names of published checkpoints. This module uses the published names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from megagrpo.errors import Problem
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.families.parts.attention import Attention, Temperature
 from megagrpo.weights.families.parts.experts import Experts
-from megagrpo.weights.families.parts.mlp import Mlp
 from megagrpo.weights.families.reading import ConfigReader
 
 
@@ -94,29 +92,6 @@ MIXTRAL_NAMES = (
 
 
 SHARED_EXPERT_NAMES = ((".shared_experts.", ".shared_expert."),)
-
-
-def ignored_by_sglangs_mistral(arch: Architecture) -> Iterator[Problem]:
-    """Yields a problem for a window, which SGLang's class ignores."""
-    if any(isinstance(kind.attention, Attention) and kind.attention.window for kind in arch.kinds):
-        fix = "rollout.engine: transformers"
-        yield Problem(f"{arch.family} on SGLang: sliding_window", "a window", "null: SGLang ignores windows here", fix)
-
-
-def ignored_by_sglangs_mixtral(arch: Architecture) -> Iterator[Problem]:
-    """Yields a problem for each config value that SGLang's class ignores."""
-    rules = []
-    for attention in {layer.attention for layer in arch.kinds}:
-        if isinstance(attention, Attention):
-            scaled, other = (
-                attention.rope is not None and attention.rope.factor is not None,
-                attention.queries != arch.hidden,
-            )
-            rules.append(("scaled rotary embedding", scaled, "a rotary embedding without scaling"))
-            rules.append(("head_dim", other, "hidden_size / num_attention_heads"))
-    for what, wrong, needed in rules:
-        if wrong:
-            yield Problem(f"{arch.family} on SGLang: {what}", "", needed)
 
 
 def seed_oss(config: Mapping[str, Any]) -> Architecture:
@@ -204,11 +179,3 @@ def _with_window(read: ConfigReader, attention: Attention) -> Attention:
     """Returns attention with the window of config.json, which all layers have; null means none."""
     window = read.config.get("sliding_window")
     return attention if window is None else replace(attention, window=read.integer("sliding_window"))
-
-
-def dense_layers_ignored_by_sglang(arch: Architecture) -> Iterator[Problem]:
-    """Yields a problem for layers with MLPs, in whose place SGLang's classes have experts."""
-    if any(isinstance(kind.mlp, Mlp) for kind in arch.kinds):
-        fix = "rollout.engine: transformers"
-        needed = "mlp_only_layers: [] and decoder_sparse_step: 1: SGLang has experts in all layers"
-        yield Problem(f"{arch.family} on SGLang", "MLPs in some layers", needed, fix)

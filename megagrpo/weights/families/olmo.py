@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megagrpo.errors import Problem
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.families.parts.attention import Attention
 from megagrpo.weights.families.reading import ConfigReader
 
 NAMES = (
     ("attention_output_layernorm", "post_attention_layernorm"), ("mlp_output_layernorm", "post_feedforward_layernorm")
 )  # fmt: skip
+
+
+OLMO3_THETA = 5e5
 
 
 def olmo2(config: Mapping[str, Any]) -> Architecture:
@@ -26,8 +27,11 @@ def olmo2(config: Mapping[str, Any]) -> Architecture:
 
 def olmo3(config: Mapping[str, Any]) -> Architecture:
     """Reads OLMo 3 (`Olmo3ForCausalLM`): three of four layers have a window; yarn scales the others."""
-    read = ConfigReader(config, 5e5, rms_norm_eps=1e-5, sliding_window=4096)
+    read = ConfigReader(config, OLMO3_THETA, rms_norm_eps=1e-5, sliding_window=4096)
     read.refuse_if_set("attention_bias")
+    if not read.config.get("rope_parameters") and read.number("rope_theta", OLMO3_THETA) != OLMO3_THETA:
+        needed = f"{OLMO3_THETA:g}, or rope_parameters: transformers gives layers with windows no other theta"
+        read.refuse("rope_theta", read.config["rope_theta"], needed)
     full = read.attention(norm="projection", rope=read.rope("yarn", kind="full_attention"))
     local = replace(full, rope=read.rope("yarn", kind="sliding_attention"))
     attentions, mlp = read.windowed(full, lambda layer: (layer + 1) % 4 != 0, local), read.mlp()
@@ -48,12 +52,3 @@ def exaone4(config: Mapping[str, Any]) -> Architecture:
         attentions = read.windowed(replace(full, rope=None), lambda layer: (layer + 1) % step != 0, local=full)
     mlp = read.mlp()
     return read.model([read.layer(attention, mlp, inputs=False, outputs=True) for attention in attentions])
-
-
-def ignored_by_sglangs_exaone4(arch: Architecture) -> Iterator[Problem]:
-    """Yields a problem for a head_dim of its own, in whose place SGLang's class takes another one."""
-    for attention in {layer.attention for layer in arch.kinds}:
-        if isinstance(attention, Attention) and attention.queries != arch.hidden:
-            yield Problem(
-                f"{arch.family} on SGLang: head_dim", f"{attention.head_dim}", "hidden_size / num_attention_heads"
-            )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from megagrpo.errors import Problem
-from megagrpo.weights.families import deepseek_like, gemma, llama_like, olmo
-from megagrpo.weights.families.architecture import Architecture
+from megagrpo.errors import Problem, brief
+from megagrpo.weights.families import sglang_gaps as gaps
+from megagrpo.weights.families.sglang_gaps import Gap
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class SglangClass:
     ties: Literal["on stages", "on one stage", "never"] = "on stages"
     """The layouts in which a tied head is the embedding. On the last of several stages it is a copy."""
     embedding: Literal["cut", "whole in groups", "whole"] = "cut"
-    """The embedding of a rank: cut by rows; whole with attention data parallelism; or whole, without padding."""
+    """The rows of a rank: those of its cut; all with attention data parallelism; or all, without padding."""
     wide_router: bool = False
     """Routers in float32."""
     by_key_head: bool = False
@@ -51,32 +51,50 @@ class SglangClass:
     """The parallel sizes that give the least number of experts."""
     windows_cached: float = 1.0
     """The tokens that layers with windows cache, over those of other layers. Most classes free none."""
-    refuses: Callable[[Architecture], Iterable[Problem]] = lambda arch: ()
-    """Reasons why the class does not serve a model, such as config values that it ignores."""
+    on_cpus: bool = True
+    """Support of CPUs, with torch's own attention."""
+    gaps: tuple[Gap, ...] = ()
+    """Parts of models that it does not follow."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys that config.json needs for it, and what to write."""
+    unread: tuple[str, ...] = ()
+    """Keys that config.json may not have, since it reads `keys` in their place only if they are absent."""
 
 
-def _never_compared(arch: Architecture) -> Iterator[Problem]:
-    yield Problem(
-        f"{arch.family} on SGLang",
-        "a family whose parameters were never compared with those of SGLang's class",
-        "a family that docs/families.md lists with SGLang",
-        "rollout.engine: transformers",
-    )
+def key_problems(where: str, config: Mapping[str, Any], of_class: SglangClass) -> Iterator[Problem]:
+    """Yields a problem for each key that config.json lacks, or has in vain. SGLang ends with an error, or takes a
+    default. transformers 5 writes rope_parameters, and leaves other keys out of new models."""
+    write = {key: f'write "{key}": {value}' for key, value in of_class.keys.items()}
+    for key in of_class.unread:
+        if config.get(key) is not None:
+            needed = f"absent: with it SGLang takes defaults for {', '.join(write)}"
+            yield Problem(f"{where}: {key}", brief(config[key]), needed, f"{'; '.join(write.values())}; remove {key}")
+    for key, fix in write.items():
+        if key not in config:
+            yield Problem(f"{where}: {key}", "absent", "a key that SGLang reads", fix)
 
 
 USUAL = SglangClass()
-UNCOMPARED = SglangClass(refuses=_never_compared)
+UNCOMPARED = SglangClass(gaps=(gaps.NO_CLASS,))
 TRANSFORMERS = SglangClass(stages=False, fuses=False, pads=False, quantizes=False)
 """SGLang's wrapper of transformers' model, for families without a class of their own."""
 ONE_STAGE = SglangClass(stages=False)
 LLAMA = SglangClass(head_on_every_stage=True, ties="on one stage")
 ARCEE = replace(LLAMA, ties="never", pads=False)
-EXAONE4 = replace(LLAMA, refuses=olmo.ignored_by_sglangs_exaone4)
-MISTRAL = replace(LLAMA, refuses=llama_like.ignored_by_sglangs_mistral)
-MIXTRAL = replace(LLAMA, ties="never", refuses=llama_like.ignored_by_sglangs_mixtral)
-GEMMA2 = replace(ONE_STAGE, refuses=gemma.ignored_by_sglang)
-GEMMA3 = replace(GEMMA2, embedding="whole")
+EXAONE4 = replace(LLAMA, on_cpus=False, gaps=(gaps.HEAD_DIM, gaps.MILLION), keys=gaps.PATTERN)
+MISTRAL = replace(LLAMA, gaps=(gaps.WINDOW,))
 PHI3 = replace(MISTRAL, pads=False)
+MINISTRAL3 = replace(LLAMA, gaps=(gaps.WINDOW, gaps.MAGNITUDE, gaps.TEMPERATURE))
+MIXTRAL = replace(LLAMA, ties="never", gaps=(gaps.SCALING, gaps.HEAD_DIM))
+GEMMA2 = replace(ONE_STAGE, on_cpus=False, gaps=(gaps.OWN_HEAD, gaps.SCALING, gaps.EVEN_WINDOWS), keys=gaps.ACTIVATION)
+GEMMA3 = replace(ONE_STAGE, embedding="whole", gaps=(gaps.OWN_HEAD, gaps.LOCAL_SCALING))
+OLMO2 = replace(ONE_STAGE, gaps=(gaps.HEAD_DIM,))
+OLMO3 = replace(
+    OLMO2,
+    gaps=(gaps.HEAD_DIM, gaps.MAGNITUDE, gaps.LOCAL_SCALING),
+    keys=gaps.ROPE_THETA,
+    unread=("rope_parameters",),
+)
 GLM4 = SglangClass(ties="on one stage", pads=False)
 QWEN3 = SglangClass(attention_groups=True, attentions=())
 DEEPSEEK = SglangClass(
@@ -84,22 +102,33 @@ DEEPSEEK = SglangClass(
     ties="on one stage",
     attentions=("attn_mqa", "attn_mha"),
     least_experts="tensor",
-    refuses=deepseek_like.ignored_by_sglang,
+    gaps=(gaps.LATENT_NORMS,),
+    keys=gaps.DEEPSEEKS_ROUTER,
 )
 QWEN2_MOE = SglangClass(
     attention_groups=True,
     head_on_every_stage=True,
     ties="never",
     least_experts="tensor",
-    refuses=llama_like.dense_layers_ignored_by_sglang,
+    on_cpus=False,
+    gaps=(gaps.DENSE,),
 )
-QWEN3_MOE = replace(QWEN2_MOE, attentions=(), least_experts="tensor / expert")
-GLM4_MOE = replace(QWEN2_MOE, attentions=(), wide_router=True, refuses=lambda arch: ())
+QWEN3_MOE = replace(QWEN2_MOE, on_cpus=True, attentions=(), least_experts="tensor / expert")
+GLM4_MOE = replace(QWEN3_MOE, wide_router=True, least_experts="tensor", gaps=())
 GLM4_MOE_LITE = replace(
-    GLM4_MOE, attentions=DEEPSEEK.attentions, refuses=deepseek_like.ignored_by_sglangs_glm4_moe_lite
+    GLM4_MOE,
+    attentions=DEEPSEEK.attentions,
+    gaps=(gaps.LATENT_NORMS, gaps.QUERY_RANK, gaps.DENSE_BEHIND),
+    keys=gaps.FIRST_DENSE,
 )
 MINIMAX_M2 = SglangClass(
-    embedding_on_every_stage=True, ties="never", wide_router=True, cuts_norms=True, least_experts="tensor"
+    embedding_on_every_stage=True,
+    ties="never",
+    wide_router=True,
+    cuts_norms=True,
+    least_experts="tensor",
+    on_cpus=False,
+    keys=gaps.MINIMAX,
 )
 GPT_OSS = SglangClass(
     attention_groups=True,
@@ -107,8 +136,10 @@ GPT_OSS = SglangClass(
     head_on_every_stage=True,
     ties="never",
     alternates=True,
-    windows_cached=0.8,
     quantizes=False,
+    windows_cached=0.8,
+    on_cpus=False,
+    gaps=(gaps.MAGNITUDE,),
 )
 QWEN3_NEXT = SglangClass(
     stages=False,
@@ -117,12 +148,18 @@ QWEN3_NEXT = SglangClass(
     by_key_head=True,
     quantizes=False,
     renamed=((".self_attn.", "."),),
-    refuses=llama_like.dense_layers_ignored_by_sglang,
+    on_cpus=False,
+    gaps=(gaps.DENSE,),
+    keys=gaps.ROPE_THETA | gaps.INTERVAL,
+    unread=("rope_parameters",),
 )
 QWEN3_5 = SglangClass(
     attention_groups=True,
     embedding="whole in groups",
     quantizes=False,
     renamed=((".self_attn.", "."), ("model.language_model.", "model.")),
+    on_cpus=False,
+    gaps=(gaps.QUARTER,),
+    keys=gaps.INTERVAL,
 )
 QWEN3_5_TEXT = replace(QWEN3_5, ties="on one stage")

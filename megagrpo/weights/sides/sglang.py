@@ -37,6 +37,7 @@ from megagrpo.weights.families import FAMILIES, renamed
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.families.parts.part import Roles, Rows, Tensor
 from megagrpo.weights.families.sglang_classes import SglangClass
+from megagrpo.weights.families.sglang_gaps import INSTEAD, gap_problems
 from megagrpo.weights.sides.assembly import ManifestBuilder, padded_shard, shard, shard_padded, tensors_by_role
 
 VOCABULARY_MULTIPLE = 64
@@ -136,8 +137,10 @@ def split_problems(
 
 def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list[Problem]:
     of_class = FAMILIES[arch.family].sglang
-    if problems := list(of_class.refuses(arch)):
+    if problems := list(gap_problems(arch, of_class.gaps)):
         return problems
+    if device == "cpu" and not of_class.on_cpus:
+        return [Problem(f"{arch.family} on SGLang", "CPUs", "GPUs, which SGLang's class needs", INSTEAD)]
     if arch.value_head:
         return [Problem(f"{arch.family} on SGLang", "a value head", "a model with logits")]
     tensor, expert = layout.tensor, layout.expert
