@@ -264,11 +264,12 @@ VISION |= {"num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8, "ima
 OTHER_FAMILIES = [family for family in [*TINY_FAMILIES, *COMPOSITES] if family not in USUAL_FAMILIES]
 
 
-def _families_with(key: str) -> list[str]:
-    return [f for f in [*TINY_FAMILIES, *COMPOSITES] if key in TINY_FAMILIES[COMPOSITES.get(f, f)][1]]
+def _families_with(*keys: str) -> list[str]:
+    """Families whose tiny configs have one of these keys."""
+    return [f for f in [*TINY_FAMILIES, *COMPOSITES] if {*keys} & {*TINY_FAMILIES[COMPOSITES.get(f, f)][1]}]
 
 
-MIXTURES, DELTA_NET_FAMILIES = _families_with("num_experts_per_tok"), _families_with("linear_num_key_heads")
+MIXTURES, DELTA_NET_FAMILIES = _families_with("num_experts_per_tok", "moe_k"), _families_with("linear_num_key_heads")
 
 
 def config_of(family: str, **changes: Any) -> transformers.PretrainedConfig:

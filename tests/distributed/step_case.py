@@ -222,7 +222,7 @@ def torch_step(
 
     model.zero_grad()
     loss.backward()
-    gradients = to_checkpoint({name: p.grad.clone() for name, p in parameters.items()})
+    gradients = to_checkpoint({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
     before = weights()
     norm = clip_and_step(parameters, settings)
     return StepResult(loss.item(), norm, gradients, before, weights())
