@@ -24,8 +24,9 @@ from megagrpo.weights.quantizing import dequantize, quantize
 from megagrpo.weights.transport.sglang import check_derived, checksum, derive
 
 MODULES = {
-    "deepseek_v3": "deepseek_v2", "gemma3_text": "gemma3_causal", "kimi_k2": "deepseek_v2", "olmo3": "olmo2",
-    "phi3": "llama", "qwen3_5_moe": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_text",
+    "deepseek_v3": "deepseek_v2", "gemma3": "gemma3_mm", "gemma3_text": "gemma3_causal", "kimi_k2": "deepseek_v2",
+    "mistral3": "mistral", "olmo3": "olmo2", "phi3": "llama", "qwen3_5_moe": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_text",
     **dict.fromkeys(("ernie4_5", "seed_oss", "smollm3"), "transformers"),
 }  # fmt: skip
 """Module of SGLang with a family's class, if not named after it. SGLang's registry would import two hundred others."""

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.weights.families import architecture_of
+from megagrpo.weights.families import FAMILIES, architecture_of
+from megagrpo.weights.families.sglang_classes import key_problems
 from megagrpo.weights.quantizing import dequantize, quantize
 from megagrpo.weights.sides.checkpoint import carried_tensors, extra_tensors
 from tests.safetensors_files import assert_same_tensors, saved
@@ -74,14 +75,21 @@ def test_a_published_minimax_m2_is_read() -> None:
     read = architecture_of(MINIMAX_M2)
     assert (len(read.layers), read.experts, read.experts_per_token) == (62, 256, 8)
     assert read.rope.part == 0.5
-    for key, value in {"scoring_func": "softmax", "qk_norm_type": "head", "attn_type_list": [0] * 62}.items():
+    assert not list(key_problems("config.json", MINIMAX_M2, FAMILIES["minimax_m2"].sglang))
+    for key, value in FOREIGN.items():
         with pytest.raises(ModelError, match=key):
             architecture_of(MINIMAX_M2 | {key: value})
 
 
+FOREIGN: dict[str, Any] = {
+    "scoring_func": "softmax", "qk_norm_type": "head", "attn_type_list": [0] * 62, "layernorm_mlp_beta": 0.5,
+    "shared_intermediate_size": 8,
+}  # fmt: skip
 MINIMAX_M2: dict[str, Any] = {
     "architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1] * 62, "dtype": "bfloat16", "head_dim": 128,
     "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 1536, "max_position_embeddings": 204800,
+    "layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0,
+    "mlp_intermediate_size": 8192, "shared_moe_mode": "sigmoid", "swa_rope_theta": -1.0,
     "model_type": "minimax_m2", "mtp_transformer_layers": 1, "num_attention_heads": 48, "num_experts_per_tok": 8,
     "num_hidden_layers": 62, "num_key_value_heads": 8, "num_local_experts": 256, "num_mtp_modules": 3,
     "qk_norm_type": "per_layer", "quantization_config": BLOCKS, "rms_norm_eps": 1e-6, "rope_theta": 5000000,

@@ -58,7 +58,7 @@ class Family:
 
 
 LING = Family(
-    deepseek_like.ling, deepseek_like.LINGS_NAMES, fuse=fused.query_key_value, sglang=sglang_classes.UNCOMPARED
+    deepseek_like.ling, deepseek_like.LINGS_NAMES, fuse=fused.query_key_value, sglang=sglang_classes.NEEDS_CODE
 )
 FAMILIES: dict[str, Family] = {
     "arcee": Family(llama_like.arcee, sglang=sglang_classes.ARCEE),
@@ -73,7 +73,7 @@ FAMILIES: dict[str, Family] = {
         ernie.LOADED,
         fuse=ernie.bias_as_row,
         carried=r"model\.mtp_.*",
-        sglang=sglang_classes.UNCOMPARED,
+        sglang=sglang_classes.ERNIE4_5_MOE,
     ),
     "exaone4": Family(
         olmo.exaone4,
@@ -86,7 +86,7 @@ FAMILIES: dict[str, Family] = {
         gemma.NAMES + composite.NAMES,
         composite.LOADED,
         carried=composite.TOWER,
-        sglang=sglang_classes.UNCOMPARED,
+        sglang=sglang_classes.HOLDS_TOWER,
     ),
     "gemma3_text": Family(gemma.gemma3, gemma.NAMES, sglang=sglang_classes.GEMMA3),
     "glm4": Family(glm4.glm4, glm4.NAMES, fuse=fused.gate_and_up, sglang=sglang_classes.GLM4),
@@ -107,7 +107,7 @@ FAMILIES: dict[str, Family] = {
         llama_like.mimo,
         known_as="qwen2",
         carried=r"model\.mtp_layers\..*",
-        sglang=sglang_classes.UNCOMPARED,
+        sglang=sglang_classes.NEEDS_CODE,
     ),
     "minimax_m2": Family(
         minimax.minimax_m2,
@@ -125,7 +125,7 @@ FAMILIES: dict[str, Family] = {
         composite.NAMES,
         composite.LOADED,
         carried=composite.TOWER,
-        sglang=sglang_classes.UNCOMPARED,
+        sglang=sglang_classes.HOLDS_TOWER,
     ),
     "mixtral": Family(
         llama_like.mixtral,

@@ -76,6 +76,9 @@ def key_problems(where: str, config: Mapping[str, Any], of_class: SglangClass) -
 
 USUAL = SglangClass()
 UNCOMPARED = SglangClass(gaps=(gaps.NO_CLASS,))
+NEEDS_CODE = SglangClass(gaps=(gaps.CODE,))
+HOLDS_TOWER = SglangClass(gaps=(gaps.TOWER,))
+ERNIE4_5_MOE = SglangClass(gaps=(gaps.CHOICE,))
 TRANSFORMERS = SglangClass(stages=False, fuses=False, pads=False, quantizes=False)
 """SGLang's wrapper of transformers' model, for families without a class of their own."""
 ONE_STAGE = SglangClass(stages=False)

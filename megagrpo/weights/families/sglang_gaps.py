@@ -87,6 +87,17 @@ NO_CLASS = Gap(
     "a family that docs/families.md lists with SGLang",
     lambda arch: "a family without a class of SGLang, or never compared with it",
 )
+CODE = Gap(
+    "model_type",
+    "one that SGLang can read without the model's own code, which is never run",
+    lambda arch: arch.family,
+)
+TOWER = Gap("vision_config", "a class that SGLang builds without its vision tower", lambda arch: "a vision tower")
+CHOICE = Gap(
+    "e_score_correction_bias",
+    "no bias of the choice of experts: on GPUs SGLang ignores it beside softmax scores",
+    lambda arch: "a bias in every router",
+)
 WINDOW = Gap(
     "sliding_window",
     "null, or max_position_embeddings at least: SGLang ignores windows here",
