@@ -45,7 +45,8 @@ def _code(directory: Path) -> list[str]:
     if (directory / "tokenizer.json").is_file():
         return []
     config = directory / "tokenizer_config.json"
-    named = config.is_file() and "AutoTokenizer" in (read_json(config).get("auto_map") or {})
+    auto_map = (read_json(config).get("auto_map") if config.is_file() else None) or {}
+    named = isinstance(auto_map, list) or "AutoTokenizer" in auto_map  # a list: of older releases
     files = [path.name for pattern in ("tokenization_*.py", "tiktoken.model") for path in directory.glob(pattern)]
     return ["auto_map.AutoTokenizer in tokenizer_config.json"] * named + sorted(files)
 

@@ -294,8 +294,10 @@ def make_model(family: str, directory: str | Path, *, seed: int = 0, **changes: 
     marker = directory / "tiny_model.json"
     if marker.exists() and json.loads(marker.read_text()) == json.loads(json.dumps(wanted)):
         return directory
+    composite = family in COMPOSITES
+    kind = transformers.AutoModelForImageTextToText if composite else transformers.AutoModelForCausalLM
     config = config_of(family, **changes)
-    model = auto_class(config).from_config(config, dtype=torch.float32)
+    model = kind.from_config(config, dtype=torch.float32)
     randomize(model, seed)
     model.save_pretrained(directory)
     if family in LIKE:

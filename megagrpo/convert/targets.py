@@ -117,12 +117,16 @@ def to_megatron(
     path: Path, output: Path, *, model: Path | None = None, dtype: str | None = None, overwrite: bool = False
 ) -> Converted:
     """Writes a torch_dist checkpoint for Megatron-LM from the checkpoint at `path`. Arguments as in to_hugging_face.
-    Raises ModelError for parts that Megatron-LM's GPT model does not have."""
+    Raises ModelError for parts that are not written for Megatron-LM: those that Transformer Engine's layers lack."""
     source = open_source(path, model)
     if (lacking := source.architecture.only_local) is not None:
-        given = f"{lacking}: a part of megagrpo's own"
+        given = f"{lacking}: a part that megagrpo does not write for Megatron-LM"
         fix = "use the model in Hugging Face's format (of a training checkpoint: megagrpo convert megatron-to-hf)"
-        raise ModelError(Problem(f"{path}: {source.architecture.family}", given, "parts that Megatron-LM has", fix))
+        raise ModelError(
+            Problem(
+                f"{path}: {source.architecture.family}", given, "parts that Transformer Engine's layers have here", fix
+            )
+        )
     return convert(source, output, MegatronTarget, dtype, "megatron", overwrite=overwrite)
 
 

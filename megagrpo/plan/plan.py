@@ -418,7 +418,7 @@ def _kernels(plan: Plan) -> str:
         kernels.setdefault(kernel, []).append(name)
     texts = [f"{' and '.join(names)}: {kernel}" for kernel, names in kernels.items()]
     if plan.architecture.experts:
-        texts.append("experts: one after another, as if they were grouped in the seconds below")
+        texts.append("experts: one product each; the seconds below assume grouped products, so expect more")
     return "; ".join([f"Megatron's local layers ({why})", *texts])
 
 

@@ -66,7 +66,7 @@ class Layers:
 
 
 def attention_of(arch: Architecture, train: TrainConfig, *, half: bool) -> Attention:
-    dims, options = arch.layers[-1].attention, train.megatron  # the last layer is no delta net in any family
+    dims, options = arch.layers[-1].attention, train.megatron  # no published model ends with a delta net
     backend, deterministic = options.get("attention_backend", "auto"), bool(options.get("deterministic_mode"))
     context = train.layout.context
     return Attention(dims.head_dim, dims.value_dim, half, context, backend, deterministic, arch.only_local)

@@ -36,12 +36,15 @@ class Fit:
         return self.train.layout.parallel()
 
     @property
-    def positions(self) -> tuple[int, str]:
-        """Returns the length of the longest sequence that may be sampled, and the name of its limit."""
-        if (long := self.model.rope.long) is None:
-            return self.model.max_positions, "max_position_embeddings"
-        why = "longrope, which rotates a longer sequence anew, with the tokens that were sampled before"
-        return long.original_max_positions, f"original_max_position_embeddings ({why})"
+    def positions_max(self) -> int:
+        """Returns the length of the longest sequence that may be sampled."""
+        long = self.model.rope.long
+        return self.model.max_positions if long is None else long.original_max_positions
+
+    @property
+    def positions_key(self) -> str:
+        """Returns the name of that limit. longrope rotates a longer sequence anew, sampled tokens too."""
+        return ("original_" if self.model.rope.long is not None else "") + "max_position_embeddings"
 
     @property
     def tensor_sizes(self) -> str:
@@ -170,7 +173,7 @@ def _long_responses(fit: Fit) -> Values:
             lengths[f"eval.sets.{name}" if of_set else "eval"] = held_out.response_tokens_max
     prompt = recipe.data.prompt_tokens_max
     for section, response in lengths.items():
-        if prompt + response > fit.positions[0]:
+        if prompt + response > fit.positions_max:
             yield {"section": section, "prompt": prompt, "response": response, "sum": prompt + response}
 
 
@@ -180,7 +183,7 @@ TOKEN_RULES: Rules[Fit] = {
     ),
     "response_beyond_positions": _long_responses,
     "conversation_beyond_positions": lambda f: (
-        isinstance(f.recipe, Recipe) and f.recipe.agent and f.recipe.sequence_tokens_max > f.positions[0]
+        isinstance(f.recipe, Recipe) and f.recipe.agent and f.recipe.sequence_tokens_max > f.positions_max
     ),
     "stop_tokens_of_no_vocabulary": lambda f: (
         isinstance(f.recipe, Recipe)

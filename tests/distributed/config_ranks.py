@@ -32,13 +32,13 @@ NEVER_CHANGED = {"model_type", "architectures", "transformers_version", "dtype"}
 SCALED = {"factor": 2.0, "original_max_position_embeddings": 16}
 ADDED: dict[str, list[Any]] = {
     "sliding_window": [8],
-    "layer_types": [["sliding_attention", "full_attention"] * 2, ["full_attention"] * 4],
+    "layer_types": [["sliding_attention", "full_attention"] * 2, ["full_attention"] * 4, [[]] * 4],
     "rope_scaling": [SCALED | {"rope_type": kind} for kind in ("linear", "yarn", "dynamic", "llama3")],
     "hidden_act": ["gelu", "gelu_pytorch_tanh"],
     "hidden_activation": ["gelu", "silu"],
     "no_rope_layers": [[1, 0, 1, 0]],
     "mlp_only_layers": [[1]],
-    "mlp_layer_types": [["sparse"] * 4, ["dense", "sparse"] * 2],
+    "mlp_layer_types": [["sparse"] * 4, ["dense", "sparse"] * 2, [[]] * 4],
     "sliding_window_pattern": [2, "LLG"],
     **{
         key: [True, False]

@@ -74,13 +74,13 @@ LIKE_DEEPSEEK = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window_pattern": "LLLG"},
     "gemma2": {"hidden_act": "gelu_pytorch_tanh"},
-    "kimi_k2": LIKE_DEEPSEEK,
+    "kimi_k2": LIKE_DEEPSEEK | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
     "minimax_m2": {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
     "qwen3_5_text": INTERVAL,
     "qwen3_5_moe_text": INTERVAL,
     "qwen3_next": INTERVAL,
 }
-"""Keys of published configs that SGLang needs and transformers 5 does not write."""
+"""Keys of published configs that transformers 5 does not write: SGLang needs them, or would hold blocks as files do."""
 
 
 WHOLE_BLOCKS = {

@@ -29,7 +29,7 @@ from megagrpo.track.status import end_state, error_line, has_process, held_out_s
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.step_metrics import excess_mismatch, mismatch_record, report_mismatch
 from megagrpo.types import Group, Prompt, Sample
-from tests.tiny_run import tracked_recipe
+from tests.tiny_run import CONFIG, tracked_recipe
 
 TOKEN = WorstToken("sums/3", 2, 5, 11, "12+34=", "4", "6#", -0.25, -2.5, 6)
 RECORD = MismatchRecord(7, 640, 0.001, 0.02, 2.25, 0.003, 0.0004, 1.01, 0.98, (TOKEN, replace(TOKEN, position=6)))
@@ -388,6 +388,7 @@ def test_the_end_of_a_run_says_its_scores_and_what_to_do_next(
     run = tmp_path / "runs" / "whole run"  # a name of a directory that shells would part
     for made in ("hugging_face", "checkpoints/step_000002", "checkpoints/step_000004", "checkpoints/.saving_step_9"):
         (run / made).mkdir(parents=True)
+    (run / "hugging_face" / "config.json").write_text(json.dumps(CONFIG))
     leave_run(tmp_path, "whole run", console="lines")
     printed = capsys.readouterr().out
     assert "4 of 4 steps" in printed

@@ -2,11 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megagrpo.errors import ModelError
-from megagrpo.rollout.sglang.arguments import OWNED
 from megagrpo.tokenizer import load_tokenizer
 from tests.rollout_engines import model_directory
 
@@ -14,9 +14,16 @@ NAMED = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", N
 NEVER = "raise SystemExit('the code of a model ran')"
 
 
-@pytest.mark.parametrize("files", [("tokenization_kimi.py", "tiktoken.model"), ("tiktoken.model",), ()])
-def test_a_tokenizer_of_code_is_refused_with_its_conversion(files: tuple[str, ...], tmp_path: Path) -> None:
-    config = {} if files == ("tiktoken.model",) else NAMED
+OF_OLD = {"auto_map": ["tokenization_kimi.TikTokenTokenizer", None]}
+
+
+@pytest.mark.parametrize(
+    ("files", "config"),
+    [(("tokenization_kimi.py", "tiktoken.model"), NAMED), (("tiktoken.model",), {}), ((), NAMED), ((), OF_OLD)],
+)
+def test_a_tokenizer_of_code_is_refused_with_its_conversion(
+    files: tuple[str, ...], config: dict[str, Any], tmp_path: Path
+) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     for file in files:
         (tmp_path / file).write_text(NEVER)
@@ -31,7 +38,3 @@ def test_files_that_need_no_code_are_loaded_beside_it(tmp_path: Path) -> None:
     config = json.loads((model / "tokenizer_config.json").read_text()) | NAMED
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     assert load_tokenizer(model).get_vocab()["w5"] == 5
-
-
-def test_sglang_is_not_told_to_trust_code() -> None:
-    assert OWNED["trust_remote_code"] == "nothing: code of models is never run"

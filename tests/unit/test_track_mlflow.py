@@ -39,7 +39,7 @@ from megagrpo.track.tracker import Tracker
 from tests.agent_runs import calculator_run, group_of, tool_event
 from tests.mlflow_server import MlflowServer
 from tests.small_disk import small_disk
-from tests.tiny_run import tracked_recipe
+from tests.tiny_run import CONFIG, tracked_recipe
 from tests.tracker_thread import trackers_in_thread
 from tests.unit.test_track_rollouts import TOKENIZER, group
 
@@ -204,7 +204,8 @@ def test_a_store_without_a_registry_has_the_run_ended(tmp_path: Path, monkeypatc
     recipe = with_settings(recipe_of(tmp_path), registered_model="adder")
     with Tracker(recipe, 10) as tracker:
         tracker.log(1, {"reward/mean": 0.5})
-        (tmp_path / "runs" / "adder" / "hugging_face").mkdir()
+        (exported := tmp_path / "runs" / "adder" / "hugging_face").mkdir()
+        (exported / "config.json").write_text(json.dumps(CONFIG))
     assert the_run(MlflowClient(tracking_uri(recipe)), tmp_path.name).info.status == "FINISHED"
 
 

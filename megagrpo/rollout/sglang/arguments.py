@@ -198,13 +198,11 @@ def server_arguments(spec: ServerSpec) -> dict[str, Any]:
         return arguments | ({} if on_cpus else {"enable_fp32_lm_head": False})
     if not on_cpus:
         arguments["moe_runner_backend"] = "triton"
-    # The recipe's own changes stay. Without a vision tower, which no update has.
-    changes = json.loads(options.get("json_model_override_args") or "{}") | {"language_model_only": True}
-    if spec.quantization is not None:  # into blocks, which no file has
-        blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-        changes["quantization_config"] = blocks
+    # The recipe's own changes stay. Updates have no vision tower, and blocks as the recipe says, not as the files.
+    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+    changes = {"language_model_only": True, "quantization_config": blocks if spec.quantization else None}
     return arguments | {
-        "json_model_override_args": json.dumps(changes),
+        "json_model_override_args": json.dumps(json.loads(options.get("json_model_override_args") or "{}") | changes),
         "weight_version": "0",
         "disable_shared_experts_fusion": True,  # weights are sent to them as they are (weights/sides/sglang.py)
         "custom_weight_loader": [LOAD_FORMAT],

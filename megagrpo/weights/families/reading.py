@@ -290,7 +290,7 @@ class ConfigReader:
         names = self.config.get(key)
         if names is None:
             names = [usual(layer) for layer in range(self.layers)]
-        if not isinstance(names, list) or len(names) != self.layers or any(name not in kinds for name in names):
+        if not isinstance(names, list) or len(names) != self.layers or any(name not in list(kinds) for name in names):
             self.refuse(key, names, f"a list of num_hidden_layers = {self.layers} of {', '.join(kinds)}")
             return [next(iter(kinds.values()))] * self.layers
         return [kinds[name] for name in names]

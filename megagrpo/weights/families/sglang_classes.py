@@ -105,7 +105,6 @@ DEEPSEEK = SglangClass(
     ties="on one stage",
     attentions=("attn_mqa", "attn_mha"),
     least_experts="tensor",
-    gaps=(gaps.LATENT_NORMS,),
     keys=gaps.DEEPSEEKS_ROUTER,
 )
 QWEN2_MOE = SglangClass(
@@ -121,7 +120,7 @@ GLM4_MOE = replace(QWEN3_MOE, wide_router=True, least_experts="tensor", gaps=())
 GLM4_MOE_LITE = replace(
     GLM4_MOE,
     attentions=DEEPSEEK.attentions,
-    gaps=(gaps.LATENT_NORMS, gaps.QUERY_RANK, gaps.DENSE_BEHIND),
+    gaps=(gaps.QUERY_RANK, gaps.DENSE_BEHIND),
     keys=gaps.FIRST_DENSE,
 )
 MINIMAX_M2 = SglangClass(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megagrpo.errors import Problem
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.families.parts.attention import Attention, Rope
-from megagrpo.weights.families.parts.latent_attention import NORM_EPSILON, LatentAttention
+from megagrpo.weights.families.parts.latent_attention import LatentAttention
 from megagrpo.weights.families.parts.mlp import Mlp
 
 INSTEAD = "rollout.engine: transformers"
@@ -77,11 +77,6 @@ def _without_query_rank(arch: Architecture) -> object:
     return "null" if None in ranks else None
 
 
-def _latent_epsilon(arch: Architecture) -> float | None:
-    latent = any(isinstance(its.attention, LatentAttention) for its in arch.kinds)
-    return arch.norm_epsilon if latent and arch.norm_epsilon != NORM_EPSILON else None
-
-
 NO_CLASS = Gap(
     "model_type",
     "a family that docs/families.md lists with SGLang",
@@ -145,12 +140,11 @@ OWN_HEAD = Gap(
 DENSE = Gap("mlp_only_layers", "[], with decoder_sparse_step: 1: SGLang has experts in all layers", _some_dense)
 DENSE_BEHIND = Gap("mlp_layer_types", "only the first layers dense, as first_k_dense_replace says", _not_first_dense)
 QUERY_RANK = Gap("q_lora_rank", "a size: SGLang does not load q_proj here", _without_query_rank)
-LATENT_NORMS = Gap("rms_norm_eps", f"{NORM_EPSILON:g}, which the norms of the latents have", _latent_epsilon)
 
 
 # --- config.json ------------------------------------------------------------------------------------------------------
 
-ROPE_THETA = {"rope_theta": "and rope_scaling if there is one, as transformers 4 writes them"}
+ROPE_THETA = {"rope_theta": "its value, and rope_scaling if there is one, as transformers 4 writes them"}
 INTERVAL = {"full_attention_interval": "the layers from one with attention to the next one, such as 4"}
 FIRST_DENSE = {"first_k_dense_replace": "the number of first layers without experts"}
 PATTERN = {

@@ -168,7 +168,7 @@ def not_trained(carried: Mapping[str, tuple[Path, Entry]]) -> str:
         bytes_of[_CARRIED_NAME.sub(r"\1.*", name)] += entry.bytes
     which = ", ".join(f"{name} ({size / 2**20:,.1f} MiB)" for name, size in bytes_of.items())
     text = f"{len(carried)} tensors of the model's files, which exports copy: {which}"
-    further = any(_layer_of(name) >= 0 or name.startswith("mtp.") for name in carried)
+    further = any(_layer_of(name) >= 0 or re.search(r"\bmtp[._]", name) for name in carried)
     fit = "; layers that predict further tokens no longer fit the trained ones: do not speculate with them"
     return text + fit * further
 
