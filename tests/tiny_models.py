@@ -295,7 +295,8 @@ def make_model(family: str, directory: str | Path, *, seed: int = 0, **changes: 
     if marker.exists() and json.loads(marker.read_text()) == json.loads(json.dumps(wanted)):
         return directory
     config = config_of(family, **changes)
-    model = auto_class(config).from_config(config, dtype=torch.float32)
+    whole = transformers.AutoModelForImageTextToText if family in COMPOSITES else transformers.AutoModelForCausalLM
+    model = whole.from_config(config, dtype=torch.float32)
     randomize(model, seed)
     model.save_pretrained(directory)
     if family in LIKE:
