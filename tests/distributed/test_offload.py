@@ -41,7 +41,10 @@ def three_steps(rank: TrainRank, batch: RankBatch, advantages: Any, release: boo
     return metrics, states_of(policy), dict(enumerate(rank.policy.reference.tensors))
 
 
-@pytest.mark.parametrize("name", ["expert, data", "three stages", *soak("tensor", "expert over tensor")])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("expert, data", marks=pytest.mark.long), "three stages", *soak("tensor", "expert over tensor")],
+)
 def test_released_memory_is_gone_and_the_numbers_stay_bit_for_bit(name: str, case_of: CaseOf) -> None:
     row = ROWS[name]
     case = case_of(row.family)

@@ -22,6 +22,7 @@ from megagrpo.weights.transport.sglang import checksum
 from megagrpo.weights.views import torch_dtype
 from tests.tiny_models import COMPOSITES, TINY_FAMILIES, config_of, make_model
 
+pytestmark = pytest.mark.long
 FIVE_LAYERS: dict[str, Any] = {"num_hidden_layers": 5}
 TIED: dict[str, Any] = {"tie_word_embeddings": True}
 MINISTRAL: dict[str, Any] = {

@@ -313,6 +313,7 @@ def sync(directory: Path, *arguments: str) -> int:
     return main(["track", "sync", str(directory), *arguments])
 
 
+@pytest.mark.long
 def test_what_is_synced_to_another_server_is_there_once(tmp_path: Path, server: MlflowServer) -> None:
     directory = tmp_path / "runs" / "adder"
     with Tracker(tracked_recipe(tmp_path), 10, tokenizer=TOKENIZER) as tracker:  # without MLflow
