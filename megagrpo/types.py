@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megagrpo.routes import Routes
+
 FinishReason = Literal["stop", "length", "abort"]
 """The reason why a response ended: a stop token was sampled, the token limit was reached, or the engine gave it up, at
 a time limit or because it was asked to."""
@@ -35,13 +37,23 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Settings of sampling. `temperature=0` is greedy; `top_p=1` and `top_k=0` use the whole (unpadded) vocabulary."""
+    """Settings of sampling. `temperature=0` is greedy; `top_p=1`, `top_k=0` and `min_p=0` use the whole (unpadded)
+    vocabulary."""
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     stop_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KeptSets:
+    """The ids of the vocabulary among which each token of a response was drawn: its kept set, in ascending order."""
+
+    ids: np.ndarray  # int32 [ids of all sets, end to end]
+    ends: np.ndarray  # int64 [t], where each token's set ends in `ids`; an empty set stands for the whole vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +63,7 @@ class Branch:
 
     tokens: np.ndarray  # int32 [b]
     trained: np.ndarray  # bool [b], sampled by the policy and in no earlier branch; every other token is given
+    routes: Routes | None = None  # of its tokens but the last, each as the first request that read it
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +107,8 @@ class Sample:
     finish: FinishReason
     text: str
     agent: AgentRun | None = None
+    routes: Routes | None = None  # of prompt and response; those of an agent's rollout are in its branches
+    kept: KeptSets | None = None  # None: drawn from the whole vocabulary
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from megagrpo.batching.balance import share_over_ranks, split_to, spread_evenly
 from megagrpo.batching.work import TOKENS, Work
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.routes import Routes
+from megagrpo.types import KeptSets
 
 MICROBATCHES_PER_STAGE = 2
 """A pipeline gets at least this many, even if fewer hold all tokens: with m microbatches, p stages idle for
@@ -26,7 +28,7 @@ class TrainSequence:
 
     `loss_mask[t]` says whether the policy chose token t (prompt and tool tokens are given); these are its response
     tokens, with gaps between an agent's turns. `rollout_logprobs[t]` is the engine's logprob of token t, 0 where
-    loss_mask is False.
+    loss_mask is False. `routes` has a row for each token but the last.
     """
 
     tokens: np.ndarray  # int64 [tokens]
@@ -34,6 +36,8 @@ class TrainSequence:
     rollout_logprobs: np.ndarray  # float32 [tokens]
     row: int  # index of the sample in the step, which several branches may share
     first: int = 0  # response tokens of the row that come before this sequence's
+    routes: Routes | None = None  # None: the trainer's routers choose the experts
+    kept: KeptSets | None = None  # of its response tokens; None: the whole vocabulary
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,10 @@ def _json_type(*kinds: type, without: Collection[str] = (), **others: Any) -> An
 
 
 AgentJson: Any = _json_type(AgentRun, branches=Index)
-SampleJson: Any = _json_type(Sample, without=("prompt_id", *FIELDS[""]), index=Index, agent=AgentJson | None)
+NOT_SAVED = ("routes", "kept")
+SampleJson: Any = _json_type(
+    Sample, without=("prompt_id", *FIELDS[""], *NOT_SAVED), index=Index, agent=AgentJson | None
+)
 ScoreJson: Any = _json_type(Score)
 GroupJson: Any = _json_type(
     *(Prompt, Group),
@@ -259,7 +262,7 @@ def _saved_sample(sample: Sample) -> dict[str, Any]:
         "reward": None if run.reward is None else dict(run.reward),
         "counts": dict(run.counts),
     }
-    return {**_json(sample, where, ("prompt_id", *FIELDS[""])), "agent": agent}
+    return {**_json(sample, where, ("prompt_id", *FIELDS[""], *NOT_SAVED)), "agent": agent}
 
 
 def _json(value: Any, where: str, without: Collection[str] = ()) -> dict[str, Any]:
@@ -280,7 +283,8 @@ def _json(value: Any, where: str, without: Collection[str] = ()) -> dict[str, An
 
 def _restored(kind: Any, saved: Any, **others: Any) -> Any:
     """Makes a dataclass of its JSON and of the other fields."""
-    values = {field.name: getattr(saved, field.name) for field in fields(kind) if field.name not in others}
+    names = [field.name for field in fields(kind) if field.name not in (*others, *NOT_SAVED)]
+    values = {name: getattr(saved, name) for name in names}
     for name in [name for name in values if name in PACKED]:
         given = values[name]
         values[name] = unpacked(given) if isinstance(given, Mapping) else tuple(map(unpacked, given))

@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from megagrpo.algorithm.policy_losses import OwnLossConfig
 from megagrpo.errors import Problem
 from megagrpo.recipe.schema import AnyRecipe, ClassifierConfig, Recipe, RewardConfig, SftRecipe, TrainConfig
 from megagrpo.section import Section, problem
+
+if TYPE_CHECKING:
+    from megagrpo.routes import RouteSizes
+    from megagrpo.weights.families.architecture import Architecture
 
 CPU_CACHE_TOKENS = 65536
 SectionOf = TypeVar("SectionOf", bound=Section)
@@ -33,6 +37,12 @@ def train_config(recipe: AnyRecipe) -> TrainConfig:
     if not recipe.deterministic:
         return train
     return train.model_copy(update={"megatron": {**train.megatron, "deterministic_mode": True}})
+
+
+def replayed_routes(recipe: Recipe, arch: Architecture) -> RouteSizes | None:
+    """Returns the sizes of the routes that engines send and training ranks replay; None if they do not."""
+    replays = recipe.algorithm.routing != "own" and recipe.rollout.kind.returns_routes
+    return arch.route_sizes if replays else None
 
 
 def device_here(recipe: AnyRecipe) -> str:

@@ -44,6 +44,9 @@ class EngineKind:
     quantizes = False
     """True if the recipe may have rollout.quantization: the run then sends quantised weights."""
 
+    returns_routes = False
+    """True if samples can have the experts that the engine chose (routes.py)."""
+
     settings: str | None = None
     """Name of the section of `rollout` that has the settings of its servers, which recipes of other kinds leave out."""
 

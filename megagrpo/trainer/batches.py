@@ -162,7 +162,7 @@ def branches_of(prompt: np.ndarray, sample: Sample) -> Sequence[Branch]:
     if sample.agent is not None:
         return sample.agent.branches
     tokens = np.concatenate([prompt, sample.tokens])
-    return [Branch(tokens, np.arange(len(tokens)) >= len(prompt))]
+    return [Branch(tokens, np.arange(len(tokens)) >= len(prompt), sample.routes)]
 
 
 def require_another_directory(recipe: Recipe, option: str, source: Path) -> None:

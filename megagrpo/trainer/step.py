@@ -298,7 +298,8 @@ def train_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequ
             rollout_logprobs = np.zeros(length, np.float32)
             rollout_logprobs[trained] = sample.logprobs[first : first + len(trained)]
             tokens, loss_mask = branch.tokens[:length].astype(np.int64), branch.trained[:length]
-            sequences.append(TrainSequence(tokens, loss_mask, rollout_logprobs, row, first))
+            routes = branch.routes and branch.routes.before(length)
+            sequences.append(TrainSequence(tokens, loss_mask, rollout_logprobs, row, first, routes))
             first += len(trained)
     return sequences
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from megagrpo.routes import RouteSizes
 from megagrpo.weights.families.parts.attention import Attention, Rope
 from megagrpo.weights.families.parts.delta_net import DeltaNet
 from megagrpo.weights.families.parts.experts import Experts
@@ -124,6 +125,18 @@ class Architecture:
     def count(self, layers: Iterable[int]) -> dict[Layer, int]:
         """Returns how many of the layers with these numbers are of each kind, 0 included, in the order of `kinds`."""
         return dict(zip(self.kinds, self.tally(layers), strict=True))
+
+    @cached_property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Returns the numbers of the layers that have experts."""
+        return tuple(number for number, layer in enumerate(self.layers) if layer.mlp.experts)
+
+    @property
+    def route_sizes(self) -> RouteSizes | None:
+        """Returns the sizes of routes; None for a model without experts."""
+        if not self.experts:
+            return None
+        return RouteSizes(len(self.expert_layers), self.experts_per_token, self.experts)
 
     @property
     def experts(self) -> int:

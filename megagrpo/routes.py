@@ -1,0 +1,97 @@
+"""Routes: the experts that an engine chose for each token that it read, and a digest of them.
+
+Row i has the experts of token i of a sequence, in the pass that read it. The last token is never read before it is
+trained on: n tokens have n - 1 rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megagrpo.errors import EngineError, Problem
+
+GAMMA, MIX_1, MIX_2 = (np.uint64(bits) for bits in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+"""Constants of SplitMix64 (splitmix64.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The experts of a sequence's tokens in every layer that has experts, in the order of the engine's slots."""
+
+    experts: np.ndarray  # uint8 or uint16 [tokens read, sparse layers, experts per token]
+    digest: int  # of all of them, as digest_of makes it
+
+    @classmethod
+    def of(cls, experts: np.ndarray) -> Routes:
+        """Packs indices of experts, of any integer type, into the fewest bytes, and makes their digest."""
+        packed = np.ascontiguousarray(experts, np.uint8 if experts.max(initial=0) < 2**8 else np.uint16)
+        return cls(packed, digest_of(packed))
+
+    @property
+    def tokens(self) -> int:
+        """Returns the number of tokens that have a row."""
+        return len(self.experts)
+
+    def joined(self, later: Routes) -> Routes:
+        """Keeps these rows, and adds those of `later`, a pass over the same sequence, for the tokens behind them."""
+        return Routes.of(np.concatenate([self.experts, later.experts[self.tokens :]]))
+
+    def before(self, tokens: int) -> Routes:
+        """Returns the routes of a sequence that ends after this many tokens."""
+        return self if tokens - 1 >= self.tokens else Routes.of(self.experts[: max(tokens - 1, 0)])
+
+
+@dataclass(frozen=True, slots=True)
+class RouteSizes:
+    """The sizes of a model's routes."""
+
+    layers: int  # that have experts
+    per_token: int
+    experts: int  # of a layer
+
+    def require(self, routes: Routes, where: str, tokens: int) -> None:
+        """Raises EngineError unless a sequence of `tokens` can have these routes: for another number of rows, layers or
+        experts, for an expert that is not there, and for one that a token has twice."""
+        shape, wanted = routes.experts.shape, (max(tokens - 1, 0), self.layers, self.per_token)
+        if shape != wanted:
+            needed = f"{wanted[0]} tokens read x {self.layers} layers x {self.per_token} experts"
+            raise EngineError(Problem(where, f"routes of {' x '.join(map(str, shape))}", needed))
+        ordered = np.sort(routes.experts, axis=-1)
+        wrong = (ordered[..., -1] >= self.experts) | (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+        if wrong.any():
+            token, layer = np.argwhere(wrong)[0].tolist()
+            chosen = routes.experts[token, layer].tolist()
+            given = f"experts {chosen} of token {token}, in layer {layer} of those with experts"
+            raise EngineError(Problem(where, given, f"{self.per_token} different ones of {self.experts}"))
+
+
+def digest_of(experts: np.ndarray) -> int:
+    """Returns the digest of routes [tokens, layers, experts per token]: the sum of token_digests, modulo 2^64."""
+    tokens, layers = np.arange(len(experts)), np.arange(experts.shape[1])
+    return int(token_digests(experts, tokens, layers).sum(dtype=np.uint64))
+
+
+def token_digests(experts: np.ndarray, tokens: np.ndarray, layers: np.ndarray) -> np.ndarray:
+    """Returns the part of each token in its sequence's digest, for some of the layers: uint64 [tokens].
+
+    experts: [tokens, layers, experts per token]; tokens: int64 [tokens], their places in the sequence; layers: int64
+    [layers], their places among those with experts. A part is the sum of mix(expert) w(token) w(layer) w(slot), with
+    odd w, modulo 2^64: parts of ranks that hold other tokens or layers add up to the digest of the whole.
+    """
+    values = _mixed(np.arange(int(experts.max(initial=0)) + 1))
+    slots = _odd(np.arange(experts.shape[2]), 3)
+    of_layers = (values[experts] * slots).sum(-1, dtype=np.uint64)
+    return (of_layers * _odd(layers, 2)).sum(-1, dtype=np.uint64) * _odd(tokens, 1)
+
+
+def _odd(indices: np.ndarray, axis: int) -> np.ndarray:
+    return _mixed(indices * 4 + axis) | np.uint64(1)
+
+
+def _mixed(numbers: np.ndarray) -> np.ndarray:
+    bits = (numbers.astype(np.uint64) + np.uint64(1)) * GAMMA
+    bits = (bits ^ (bits >> np.uint64(30))) * MIX_1
+    bits = (bits ^ (bits >> np.uint64(27))) * MIX_2
+    return bits ^ (bits >> np.uint64(31))
