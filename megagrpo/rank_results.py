@@ -28,6 +28,8 @@ class StepMetrics:
     correction: Correction | None  # None: the recipe has none
     grad_norm: float  # before clipping, mean over the optimizer steps that were taken; NaN if none was
     skipped_steps: int  # optimizer steps that were not taken: the loss or a gradient was not finite
+    route_differences: tuple[float, ...] | None = None  # by layer with experts, tokens that its router sends elsewhere
+    own_routes: Mismatch | None = None  # as `mismatch`, if the trainer's routers had chosen; None: not computed
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ class PackedSequences(PackedSeqParams):
     context: int
     context_rank: int
     rotary: dict[tuple[Rope, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # see tables
+    routes: torch.Tensor | None = None  # int16 [tokens of this tensor rank, layers, experts per token] (replay.py)
 
     @cached_property
     def plan(self) -> AttentionPlan:

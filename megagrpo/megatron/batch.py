@@ -34,6 +34,7 @@ from megagrpo.batching.rank_batches import (
 )
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.attention import PackedSequences, positions_on
+from megagrpo.megatron.replay import NO_ROUTE, RoutesOnRank, require_digests
 from megagrpo.recipe.schema import Recipe
 
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
@@ -73,6 +74,7 @@ class Packed:
     tokens: Tensor  # int64 [1, tokens on this rank], 0 in padding
     sequences: PackedSequences
     responses: tuple[ResponseTokens, ...]  # one; none on ranks without logits
+    digests: np.ndarray  # uint64 [sequences], this rank's parts in the digests of their routes; [0] without replay
 
 
 def pack(
@@ -83,6 +85,7 @@ def pack(
     device: torch.device | str,
     tokens: int | None = None,
     has_logits: bool = True,
+    routes: RoutesOnRank | None = None,
 ) -> Packed:
     """Returns the tensors of `microbatch` for one context rank. A microbatch without sequences becomes padding only.
 
@@ -104,6 +107,11 @@ def pack(
     longest = -(-int(padded.max()) // LONGEST_MULTIPLE) * LONGEST_MULTIPLE
     if longest == padded.sum():  # Megatron takes a table of as many rows as tokens for one of all sequences end to end
         longest += LONGEST_MULTIPLE
+    real = position < lengths[sequence]
+    of_routes, digests = None, np.zeros(0, np.uint64)
+    if routes is not None:
+        given = routes.of(microbatch, np.where(real, at, counted.sum()))
+        of_routes, digests = tensor(given, torch.int16), routes.digests(given, len(counted), sequence, position)
     packed = PackedSequences(
         qkv_format="thd",
         **dict.fromkeys(OFFSETS, tensor(np.concatenate([[0], np.cumsum(padded)]), torch.int32)),
@@ -113,6 +121,7 @@ def pack(
         padded=padded,
         context=context,
         context_rank=context_rank,
+        routes=of_routes,
     )
     responses: tuple[ResponseTokens, ...] = ()
     if has_logits:
@@ -132,8 +141,7 @@ def pack(
             rollout_logprobs=tensor(flat_logprobs[token], torch.float32),
         )
         responses = (response,)
-    real = position < lengths[sequence]
-    return Packed(tensor(flat_tokens[np.where(real, at, counted.sum())])[None], packed, responses)
+    return Packed(tensor(flat_tokens[np.where(real, at, counted.sum())])[None], packed, responses, digests)
 
 
 def _with_padding(lengths: np.ndarray, context: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -180,6 +188,12 @@ class Batch:
         return [response for minibatch in self.minibatches for response in minibatch.responses]
 
     @property
+    def routed_tokens(self) -> int:
+        """Counts this rank's tokens that have routes."""
+        routes = [packed.sequences.routes for minibatch in self.minibatches for packed in minibatch.packed]
+        return sum(int((of[:, 0, 0] != NO_ROUTE).sum()) for of in routes if of is not None and of.shape[1])
+
+    @property
     def split(self) -> list[SplitRow]:
         return [row for minibatch in self.minibatches for row in minibatch.split]
 
@@ -203,15 +217,21 @@ def as_tensors(
     *,
     has_logits: bool,
     at_once: int,
+    routes: RoutesOnRank | None = None,
 ) -> Batch:
-    """Puts a data rank's batch on `device` as tensors. Passes without gradients join up to `at_once` microbatches."""
+    """Puts a data rank's batch on `device` as tensors. Passes without gradients join up to `at_once` microbatches.
+
+    With `routes` it is collective over the ranks that share them. Raises RankError if they are not those sent.
+    """
 
     def packed(micros: Sequence[Microbatch]) -> list[Packed]:
         sizes = padded_tokens(micros, layout, device.type)
         where: dict[str, Any] = {"layout": layout, "context_rank": context_rank, "device": device}
-        return [
-            pack(micro, **where, tokens=size, has_logits=has_logits) for micro, size in zip(micros, sizes, strict=True)
-        ]
+        where |= {"has_logits": has_logits, "routes": routes}
+        made = [pack(micro, **where, tokens=size) for micro, size in zip(micros, sizes, strict=True)]
+        if routes is not None:
+            require_digests(micros, [one.digests for one in made], device)
+        return made
 
     minibatches: list[Minibatch] = []
     micros = [micro for minibatch in batch.minibatches for micro in minibatch]

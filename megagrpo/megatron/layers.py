@@ -194,8 +194,15 @@ class SoftmaxRouter(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         logits = logits.view(-1, self.config.num_moe_experts)
         with torch.no_grad():
-            chosen = torch.topk(logits.float().softmax(-1) + self.expert_bias, self.topk).indices
+            scores = logits.float().softmax(-1) + self.expert_bias
+            replay = self.router_replay
+            arguments = scores, self.topk
+            _, chosen = _topk(*arguments) if replay is None else replay.get_replay_topk(*arguments, _topk)
         return topk_routing_with_score_function(logits, self.topk, precomputed_indices=chosen)
+
+
+def _topk(scores: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    return torch.topk(scores, topk, dim=1)
 
 
 class OwnOutput(RowParallelLinear):

@@ -21,6 +21,7 @@ from megagrpo.megatron.batch import Batch, Minibatch, ResponseTokens, as_tensors
 from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
 from megagrpo.megatron.model import unwrapped
 from megagrpo.megatron.offload import Offload, Part
+from megagrpo.megatron.replay import RoutesOnRank
 from megagrpo.megatron.snapshot import Contents
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.processes.store import StoreAddress
@@ -70,6 +71,7 @@ class ModelRank:
         self.models: dict[str, TrainedModel] = {POLICY: self.policy}
         self.batch = Batch()
         self.copied: dict[int, Copies] = {}  # of an export, by file
+        self.routes: RoutesOnRank | None = None  # of the policy; None: its routers choose
         self.microbatches_at_once = 1  # in a pass without gradients
         self.temperature = 1.0  # by which logits are divided
 
@@ -82,6 +84,7 @@ class ModelRank:
             self.device,
             has_logits=self.has_logits,
             at_once=self.microbatches_at_once,
+            routes=self.routes,
         )
 
     def logprobs(self, output: Tensor, response: ResponseTokens, *, entropy: bool) -> tuple[Tensor, Tensor]:

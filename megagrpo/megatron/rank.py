@@ -9,6 +9,7 @@ Every method is collective: all ranks call the same ones in the same order. It k
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from megagrpo.algorithm.critic import value_loss
 from megagrpo.algorithm.kl import kl_estimate
+from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.algorithm.policy_losses import ObjectiveInputs, grpo_objective
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.errors import DIVERGED_FIX, Problem, RankError
@@ -31,11 +33,13 @@ from megagrpo.megatron.batch import (
     weigh,
 )
 from megagrpo.megatron.metrics import CriticSums, MetricSums, reduce_mismatch
+from megagrpo.megatron.model import unwrapped
 from megagrpo.megatron.model_rank import ModelRank
+from megagrpo.megatron.replay import RoutesOnRank
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.processes.store import StoreAddress
 from megagrpo.rank_results import CriticMetrics, StepMetrics, TokenFigures, TokenNumbers
-from megagrpo.recipe.defaults import train_config
+from megagrpo.recipe.defaults import replayed_routes, train_config
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import critic_of
@@ -63,10 +67,15 @@ class TrainRank(ModelRank):
         super().__init__(recipe, rank, meeting, model_directory, device)
         self.recipe = recipe
         self.passes = Passes()
+        self.own_routes: Mismatch | None = None
         train, algorithm = recipe.train, recipe.algorithm
         inference_tokens = train.logprob_tokens_per_microbatch or train.tokens_per_microbatch
         self.microbatches_at_once = inference_tokens // train.tokens_per_microbatch
         self.temperature = recipe.rollout.temperature
+        if sizes := replayed_routes(recipe, self.policy.architecture):
+            chunks = [unwrapped(chunk) for chunk in self.policy.chunks]
+            tensor, where = self.layout.tensor, self.where
+            self.routes = RoutesOnRank(chunks, self.policy.architecture, sizes, tensor, where, self.device)
         if algorithm.kl.coefficient > 0:
             follows = algorithm.reference.update_every_steps is not None
             self.policy.keep_reference(algorithm.reference.share if follows else None)
@@ -90,7 +99,7 @@ class TrainRank(ModelRank):
 
     def load_batch(self, batch: RankBatch) -> None:
         super().load_batch(batch)
-        self.passes = Passes()
+        self.passes, self.own_routes = Passes(), None
 
     def compute_old_logprobs(self) -> None:
         """Computes logprobs of the batch under the policy's current weights; they stay on this rank."""
@@ -104,8 +113,20 @@ class TrainRank(ModelRank):
 
     def compute_reference_logprobs(self) -> None:
         """Computes logprobs of the batch under the reference; they stay on this rank."""
-        with self.policy.reference_here() as reference, reference.in_place_of_policy():
+        with self.policy.reference_here() as reference, reference.in_place_of_policy(), self._own_routes():
             self.passes = replace(self.passes, reference_logprobs=self._compute_logprobs("reference"))
+
+    def compare_own_routes(self) -> None:
+        """Computes the mismatch of the batch with experts that the trainer's routers choose, for the next update's
+        metrics. Without replay it does nothing."""
+        if self.routes is not None:
+            with self.routes.left_out():
+                logprobs = self._compute_logprobs("policy, by its own routes,")
+            if self.has_logits:
+                self.own_routes = reduce_mismatch(self.batch, logprobs, 0, self.device)
+
+    def _own_routes(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.routes is None else self.routes.left_out()
 
     def token_kl(self) -> TokenNumbers | None:
         """Returns KL estimates of the batch's response tokens. Raises RankError without old and reference logprobs."""
@@ -127,6 +148,7 @@ class TrainRank(ModelRank):
         for number, (minibatch, weights) in enumerate(steps, start=1):
             self.compute_gradients(minibatch, weights, update)
             grad_norms.append(self.policy.optimizer_step(lr, more=number < len(steps)))
+        differences = None if self.routes is None else self.routes.differences(self.batch.routed_tokens)
         if not self.has_logits:
             return None
         seen = tuple(update.before_update[index] for index in sorted(update.before_update))
@@ -135,6 +157,7 @@ class TrainRank(ModelRank):
         worst = self.recipe.rollout.mismatch.worst_tokens
         mismatch = reduce_mismatch(self.batch, seen, worst, self.device)
         metrics = update.metrics.reduce(grad_norms, mismatch)
+        metrics = replace(metrics, route_differences=differences, own_routes=self.own_routes)
         return metrics if self.answers else None
 
     def begin_update(self, advantages: RowOrTokenValues, kl_coefficient: float, step: int) -> Update:

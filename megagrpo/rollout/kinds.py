@@ -115,6 +115,8 @@ class EngineKind:
 class Transformers(EngineKind):
     """The embedded engine, for CPUs and tests."""
 
+    returns_routes = True
+
     def requests_at_once(self, recipe: Recipe) -> int:
         # The last bits of a product depend on its number of rows.
         return 1 if recipe.deterministic else recipe.rollout.requests_at_once
@@ -132,7 +134,7 @@ class External(EngineKind):
     """SGLang servers that run already. The recipe does not know their options."""
 
     started_by_us = False
-    streams = splits = experts_need_gpus = reads_files = True
+    streams = splits = experts_need_gpus = reads_files = returns_routes = True
 
     def keeps_prefixes(self, rollout: RolloutConfig) -> bool:
         return not self.options(rollout).get("disable_radix_cache")

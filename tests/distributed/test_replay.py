@@ -1,0 +1,172 @@
+"""Routing replay: every token passes the experts of its route, in every layout, pass and recomputation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megagrpo.batching.rank_batches import RankBatch
+from megagrpo.errors import RankError
+from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.megatron.rank import TrainRank
+from megagrpo.recipe.schema import Recipe
+from megagrpo.routes import Routes, RouteSizes
+from megagrpo.weights.families import read_architecture
+from megagrpo.weights.families.architecture import Architecture
+from tests.distributed.conftest import CaseOf
+from tests.distributed.step_case import Case, assert_same_step, grpo_step, load_reference, make_recipe
+from tests.distributed.step_ranks import gather, load_and_pass, on_ranks, step, the_one, update
+
+RECOMPUTE: dict[str, Any] = {
+    "none": "none",
+    "full": "full",
+    "some": {"layers": 1},
+    "experts": {"modules": ["layernorm", "moe"]},
+}
+LAYOUTS = {
+    "tensor, virtual": ParallelLayout(tensor=2, pipeline=2, virtual_pipeline=2, expert_tensor=2),
+    "tensor": ParallelLayout(tensor=2, expert_tensor=2),
+    "expert, tensor": ParallelLayout(tensor=2, expert=2),
+    "pipeline": ParallelLayout(pipeline=2),
+    "unequal": ParallelLayout(pipeline=2, first_stage_layers=1),
+    "context": ParallelLayout(context=2),
+    "data": ParallelLayout(data=2),
+    "expert": ParallelLayout(data=2, expert=2),
+    "context, tensor": ParallelLayout(context=2, tensor=2, expert=2),
+    "context, pipeline": ParallelLayout(context=2, pipeline=2, expert=2),
+    "virtual, data": ParallelLayout(pipeline=2, virtual_pipeline=2, data=2, expert=2),
+    "four experts": ParallelLayout(data=4, expert=4),
+}
+IN_SUITE = ("tensor, virtual", "context, tensor")
+
+
+def with_routes(case: Case, without: tuple[int, ...] = (3,)) -> Case:
+    """The case with random routes; some rows have none."""
+    sizes, random = sizes_of(case), np.random.default_rng(5)
+    sequences = []
+    for sequence in case.sequences:
+        tokens = (len(sequence.tokens) - 1) * sizes.layers
+        chosen = [random.permutation(sizes.experts)[: sizes.per_token] for _ in range(tokens)]
+        experts = np.array(chosen, np.int64).reshape(-1, sizes.layers, sizes.per_token)
+        sequences.append(replace(sequence, routes=None if sequence.row in without else Routes.of(experts)))
+    return replace(case, sequences=sequences)
+
+
+def sizes_of(case: Case) -> RouteSizes:
+    sizes = read_architecture(case.directory).route_sizes
+    assert sizes is not None
+    return sizes
+
+
+def forced_reference(case: Case) -> torch.nn.Module:
+    """Transformers' model with the experts of the case's routes, weighted by its own routers."""
+    model, arch = load_reference(case.directory), read_architecture(case.directory)
+    routes = {tuple(of.tokens.tolist()): of.routes for of in case.sequences}
+    state: dict[str, Any] = {}
+
+    def take(_: Any, args: tuple[torch.Tensor]) -> None:
+        state["routes"] = routes[tuple(args[0][0].tolist())]
+
+    model.register_forward_pre_hook(take)
+    for place, layer in enumerate(arch.expert_layers):
+        _force(model.get_submodule(f"model.layers.{layer}.mlp"), arch, place, state)
+    return model
+
+
+def _force(experts: Any, arch: Architecture, place: int, state: dict[str, Any]) -> None:
+    part: Any = arch.layers[arch.expert_layers[place]].mlp
+    router = getattr(experts, "gate", None) or experts.router
+
+    def keep(_: Any, __: Any, output: Any) -> None:
+        state["logits"] = output[0]
+
+    def force(_: Any, args: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Any:
+        hidden, own, weights = args
+        if (given := state["routes"]) is None:
+            return args
+        chosen = torch.cat([torch.from_numpy(given.experts[:, place].astype(np.int64)), own[-1:]])
+        sigmoid = hasattr(part.router, "scale")
+        scores = state["logits"].sigmoid() if sigmoid else state["logits"].softmax(-1)
+        weights = scores.gather(1, chosen)
+        weights = weights / weights.sum(-1, keepdim=True) if part.normalize_top_k else weights
+        return hidden, chosen, weights * (part.router.scale if sigmoid else 1.0)
+
+    router.register_forward_hook(keep)
+    experts.experts.register_forward_pre_hook(force)
+
+
+def recipe_of(layout: ParallelLayout, recompute: Any = "none") -> Recipe:
+    return make_recipe(layout, train={"recompute": recompute, "distributed_optimizer": False})
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.long)])
+def test_tokens_pass_the_experts_of_their_routes_however_layers_are_recomputed(case_of: CaseOf, family: str) -> None:
+    case = with_routes(case_of(family))
+    recipe = recipe_of(ParallelLayout())
+    wanted = grpo_step(case, recipe, forced_reference(case))
+    assert grpo_step(case, recipe, load_reference(case.directory)).loss != pytest.approx(wanted.loss, abs=1e-4)
+    for recompute in RECOMPUTE.values():
+        assert_same_step(gather(on_ranks(step, recipe_of(ParallelLayout(), recompute), case)), wanted)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param(family, layout, marks=[] if name in IN_SUITE and family == "qwen3_moe" else pytest.mark.long)
+        for family in ("qwen3_moe", "deepseek_v3")
+        for name, layout in LAYOUTS.items()
+        if not (family == "deepseek_v3" and name == "unequal")
+    ],
+    ids=str,
+)
+def test_replay_is_the_same_in_every_layout(case_of: CaseOf, family: str, layout: ParallelLayout) -> None:
+    case = with_routes(case_of(family))
+    recompute = RECOMPUTE["experts"] if layout.pipeline > 1 else RECOMPUTE["full"]
+    recipe = recipe_of(layout, recompute)
+    assert_same_step(gather(on_ranks(step, recipe, case)), grpo_step(case, recipe, forced_reference(case)))
+
+
+def own_and_replayed(rank: TrainRank, batch: RankBatch, advantages: Any) -> Any:
+    """The metrics of an update, after a comparison with own routes."""
+    load_and_pass(rank, batch)
+    rank.compare_own_routes()
+    return update(rank, advantages)
+
+
+def test_metrics_have_differing_routes_by_layer_and_the_mismatch_without_replay(case_of: CaseOf) -> None:
+    layout = ParallelLayout(pipeline=2, data=2, expert=2)
+    case = with_routes(case_of("qwen3_moe"))
+    shares = []
+    for of in (case, replace(case, sequences=[replace(one, routes=None) for one in case.sequences])):
+        metrics = the_one(on_ranks(own_and_replayed, recipe_of(layout), of))
+        shares.append(metrics.route_differences)
+        equal = metrics.own_routes.mean == pytest.approx(metrics.mismatch.mean, abs=1e-6)
+        assert equal == (of is not case)
+    assert all(0.5 < share < 1 for share in shares[0])  # one of six pairs of experts is the router's own
+    assert shares[1] == (0, 0, 0, 0)
+
+
+def refusal(rank: TrainRank, batch: RankBatch, advantages: Any) -> str:
+    try:
+        rank.load_batch(batch)
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+def test_routes_that_are_not_those_sent_are_refused(case_of: CaseOf) -> None:
+    case = with_routes(case_of("qwen3_moe"))
+    changed = {
+        "a shift": lambda routes: replace(routes, experts=np.roll(routes.experts, 1, 0)),
+        "one missing": lambda routes: replace(routes, experts=routes.experts[1:]),
+        "another expert": lambda routes: replace(routes, experts=routes.experts ^ np.eye(1, 1, dtype=np.uint8)),
+    }
+    row = max(case.sequences, key=lambda sequence: len(sequence.tokens)).row
+    for change in changed.values():
+        sequences = [replace(one, routes=change(one.routes)) if one.row == row else one for one in case.sequences]
+        found = on_ranks(refusal, recipe_of(LAYOUTS["expert, tensor"]), replace(case, sequences=sequences))
+        assert all(str(row) in said for said in found)
