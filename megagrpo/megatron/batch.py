@@ -98,9 +98,6 @@ def pack(
     sequence = np.repeat(np.arange(len(lengths)), padded // context)
     position = positions_on(padded, sequence, context, context_rank)
 
-    def tensor(array: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
-
     # Every token is looked up in the concatenated sequences, padding in the 0 at their end.
     flat_tokens = np.concatenate([*(s.tokens for s in microbatch.sequences), [0]])
     at = (np.cumsum(lengths) - lengths)[sequence] + position
@@ -111,37 +108,51 @@ def pack(
     of_routes, digests = None, np.zeros(0, np.uint64)
     if routes is not None:
         given = routes.of(microbatch, np.where(real, at, counted.sum()))
-        of_routes, digests = tensor(given, torch.int16), routes.digests(given, len(counted), sequence, position)
+        of_routes, digests = _tensor(given, device, torch.int16), routes.digests(given, len(counted), sequence, position)
     packed = PackedSequences(
         qkv_format="thd",
-        **dict.fromkeys(OFFSETS, tensor(np.concatenate([[0], np.cumsum(padded)]), torch.int32)),
+        **dict.fromkeys(OFFSETS, _tensor(np.concatenate([[0], np.cumsum(padded)]), device, torch.int32)),
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        positions=tensor(position),
+        positions=_tensor(position, device),
         padded=padded,
         context=context,
         context_rank=context_rank,
         routes=of_routes,
     )
-    responses: tuple[ResponseTokens, ...] = ()
-    if has_logits:
-        flat_mask = np.concatenate([*(s.loss_mask for s in microbatch.sequences), [False]]).astype(bool)
-        flat_logprobs = np.concatenate([*(s.rollout_logprobs for s in microbatch.sequences), [0.0]])
-        flat_index = np.concatenate([*(s.first - 1 + np.cumsum(s.loss_mask) for s in microbatch.sequences), [0]])
-        predicting = np.flatnonzero((position + 1 < lengths[sequence]) & flat_mask[np.minimum(at + 1, counted.sum())])
-        token, of = at[predicting] + 1, sequence[predicting]
-        counts = torch.tensor([float(s.loss_mask.sum()) for s in microbatch.sequences], device=device)
-        response = ResponseTokens(
-            positions=tensor(predicting),
-            labels=tensor(flat_tokens[token]),
-            rows=tensor(np.array(microbatch.rows, dtype=np.int64)[of]),
-            index=tensor(flat_index[token]),
-            numbers=tensor(position[predicting] + 1),
-            sequences=Sequences(tensor(of), counts, over_context_ranks),
-            rollout_logprobs=tensor(flat_logprobs[token], torch.float32),
-        )
-        responses = (response,)
-    return Packed(tensor(flat_tokens[np.where(real, at, counted.sum())])[None], packed, responses, digests)
+    responses = (_response_tokens(microbatch, lengths, sequence, position, device),) if has_logits else ()
+    return Packed(_tensor(flat_tokens[np.where(real, at, counted.sum())], device)[None], packed, responses, digests)
+
+
+def _response_tokens(
+    microbatch: Microbatch, lengths: np.ndarray, sequence: np.ndarray, position: np.ndarray, device: torch.device | str
+) -> ResponseTokens:
+    """Returns the response tokens that the tokens of a context rank predict.
+
+    lengths: of the sequences, int64 [sequences]; sequence, position: of the rank's tokens, int64 [tokens].
+    """
+    total = sum(len(s.tokens) for s in microbatch.sequences)
+    at = (np.cumsum(lengths) - lengths)[sequence] + position
+    flat_tokens = np.concatenate([*(s.tokens for s in microbatch.sequences), [0]])
+    flat_mask = np.concatenate([*(s.loss_mask for s in microbatch.sequences), [False]]).astype(bool)
+    flat_logprobs = np.concatenate([*(s.rollout_logprobs for s in microbatch.sequences), [0.0]])
+    flat_index = np.concatenate([*(s.first - 1 + np.cumsum(s.loss_mask) for s in microbatch.sequences), [0]])
+    predicting = np.flatnonzero((position + 1 < lengths[sequence]) & flat_mask[np.minimum(at + 1, total)])
+    token, of = at[predicting] + 1, sequence[predicting]
+    counts = torch.tensor([float(s.loss_mask.sum()) for s in microbatch.sequences], device=device)
+    return ResponseTokens(
+        positions=_tensor(predicting, device),
+        labels=_tensor(flat_tokens[token], device),
+        rows=_tensor(np.array(microbatch.rows, dtype=np.int64)[of], device),
+        index=_tensor(flat_index[token], device),
+        numbers=_tensor(position[predicting] + 1, device),
+        sequences=Sequences(_tensor(of, device), counts, over_context_ranks),
+        rollout_logprobs=_tensor(flat_logprobs[token], device, torch.float32),
+    )
+
+
+def _tensor(array: np.ndarray, device: torch.device | str, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
 
 
 def _with_padding(lengths: np.ndarray, context: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:

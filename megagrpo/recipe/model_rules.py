@@ -9,6 +9,7 @@ from itertools import product
 
 from megagrpo.errors import Problem, listed
 from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk, stage_problems
+from megagrpo.recipe.defaults import replayed_routes
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe, TrainConfig
 from megagrpo.recipe.schema.train import ALL_LAYERS
 from megagrpo.section import Rules, broken
@@ -65,9 +66,11 @@ def model_problems(recipe: AnyRecipe, architecture: Architecture) -> list[Proble
 
 
 def critic_problems(recipe: AnyRecipe, critic: Architecture) -> list[Problem]:
-    """Returns the problems with the model of algorithm.critic.path, which never has adapters."""
-    whole = recipe.train.model_copy(update={"lora": None})
-    return model_problems(recipe.model_copy(update={"train": whole}), critic)
+    """Returns the problems with the model of algorithm.critic.path, which never has adapters, nor routes."""
+    changes: dict[str, object] = {"train": recipe.train.model_copy(update={"lora": None})}
+    if isinstance(recipe, Recipe):
+        changes["algorithm"] = recipe.algorithm.model_copy(update={"routing": "own"})
+    return model_problems(recipe.model_copy(update=changes), critic)
 
 
 def token_problems(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
@@ -242,6 +245,21 @@ MODEL_RULES: Rules[Fit] = {
         and f.train.distributed_optimizer
         and f.layout.expert > 1
         and any(kind.mlp.bias for kind in f.model.kinds)
+    ),
+    "replay_of_a_dense_model": lambda f: (
+        isinstance(f.recipe, Recipe) and f.recipe.algorithm.routing == "replay" and f.model.experts == 0
+    ),
+    "own_routes_of_a_dense_model": lambda f: (
+        isinstance(f.recipe, Recipe)
+        and f.recipe.algorithm.routing != "own"
+        and f.recipe.rollout.mismatch.own_routes_every_steps
+        and f.model.experts == 0
+    ),
+    # Transformer Engine's fused routing chooses by itself.
+    "replay_by_a_fused_router": lambda f: (
+        isinstance(f.recipe, Recipe)
+        and f.train.megatron.get("moe_router_fusion")
+        and replayed_routes(f.recipe, f.model) is not None
     ),
     "recomputed_module_of_another_model": _modules_of_other_models,
     "recomputed_layers_of_no_stage": _recomputed_layers,

@@ -210,10 +210,12 @@ def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: i
 
     Returns the batches sent, one per data rank; [] if no row was chosen.
     """
+    recipe, policy = run.recipe, run.policy
+    if recipe.algorithm.routing == "replay":
+        require_routes(groups, rows)
     sequences = train_sequences(groups, rows)
     if not sequences:
         return []
-    recipe, policy = run.recipe, run.policy
     algorithm = recipe.algorithm
     batches = make_rank_batches(
         sequences,
@@ -232,7 +234,22 @@ def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: i
         policy.call("compute_old_logprobs")
     if algorithm.kl.coefficient > 0:
         policy.call("compute_reference_logprobs")
+    every = recipe.rollout.mismatch.own_routes_every_steps
+    if every is not None and step % every == 0:
+        policy.call("compare_own_routes")
     return batches
+
+
+def require_routes(groups: Sequence[Group], rows: np.ndarray) -> None:
+    """Raises EngineError if one of the chosen rows (bool [rows]) has no routes."""
+    samples = [(group, sample) for group in groups for sample in group.samples]
+    for row in np.flatnonzero(rows):
+        group, sample = samples[row]
+        branches = branches_of(np.array(group.prompt.tokens), sample)
+        if any(branch.routes is None and branch.trained.any() for branch in branches):
+            where = f"sample {sample.index} of prompt {group.prompt.id}"
+            fix = "algorithm.routing: auto lets the trainer's routers choose for such samples, and counts them"
+            raise EngineError(Problem(where, "no routes", "those of every token, for algorithm.routing: replay", fix))
 
 
 def advantage_inputs(recipe: Recipe, groups: Sequence[Group]) -> AdvantageInputs:

@@ -12,7 +12,13 @@ import numpy as np
 
 from megagrpo.agents.turns import ToolEvent, TurnEvent
 from megagrpo.algorithm.mismatch import Mismatch
-from megagrpo.batching.rank_batches import RankBatch, imbalance, packing_efficiency, padding_share
+from megagrpo.batching.rank_batches import (
+    RankBatch,
+    count_response_tokens,
+    imbalance,
+    packing_efficiency,
+    padding_share,
+)
 from megagrpo.errors import Problem
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import MismatchConfig, Recipe, TrainConfig
@@ -57,7 +63,7 @@ def step_metrics(
     if trained.memory_peak is not None:
         metrics["memory/allocated_max/update"] = float(trained.memory_peak)
     if trained.policy is not None:
-        metrics |= {"lr": trained.lr} | update_metrics(trained.policy)
+        metrics |= {"lr": trained.lr} | update_metrics(trained.policy) | route_metrics(trained.policy, trained.batches)
         if trained.policy.kl is not None:
             metrics["kl/coefficient"] = kl_coefficient
     return {**metrics, **sampled.metrics, "weights/version": float(step)}
@@ -165,6 +171,28 @@ def update_metrics(update: StepMetrics) -> dict[str, float]:
         metrics["entropy"] = update.entropy
     if update.correction is not None:
         metrics |= {f"correction/{name}": value for name, value in vars(update.correction).items()}
+    return metrics
+
+
+def route_metrics(update: StepMetrics, batches: Sequence[RankBatch]) -> dict[str, float]:
+    """Returns metrics of routing replay; {} without it."""
+    if (differences := update.route_differences) is None:
+        return {}
+    sequences = [
+        sequence
+        for batch in batches
+        for minibatch in batch.minibatches
+        for microbatch in minibatch
+        for sequence in microbatch.sequences
+    ]
+    replayed = count_response_tokens([sequence for sequence in sequences if sequence.routes is not None])
+    metrics = {
+        "routes/replayed_share": replayed / max(count_response_tokens(sequences), 1),
+        "routes/differ_share/mean": float(np.mean(differences)),
+        "routes/differ_share/max": max(differences),
+    }
+    if (own := update.own_routes) is not None:
+        metrics |= {f"own_routes/{name}": getattr(own, name) for name in ("mean", "p99", "max", "k3")}
     return metrics
 
 

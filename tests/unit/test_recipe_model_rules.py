@@ -64,6 +64,9 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("eval.response_tokens_max", f"{EVAL} eval.response_tokens_max=49", {}, "16 + 49 = 65"),
     ("eval.sets.main.response_tokens_max", f"{EVAL} eval.sets.main.response_tokens_max=49", {}, "16 + 49 = 65"),
     ("rollout.stop_token_ids", "rollout.stop_token_ids=[5,31,32]", {}, "31, 32"),
+    ("algorithm.routing", "algorithm.routing=replay", {}, "routing: auto"),
+    ("rollout.mismatch.own_routes_every_steps", "rollout.mismatch.own_routes_every_steps=4", {}, "no experts"),
+    ("train.megatron.moe_router_fusion", "train.megatron.moe_router_fusion=true", EXPERTS, "routing: own"),
     ("train.lora.rank", "train.lora={rank: 65}", {}, "at most 24"),
     ("train.layout.expert_tensor", f"{LORA} train.layout.tensor=2", EXPERTS, "2 (the default: as tensor)"),
 ]

@@ -55,6 +55,10 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("reward.functions", ["reward.functions=[]"]),
     ("reward.by_source.a*", ["reward.by_source={a*: [{function: gsm8k, weight: 0}]}"]),
     ("algorithm.advantage.name", [GDPO, "reward.by_source={a: [{function: gsm8k}]}"]),
+    (
+        "rollout.mismatch.own_routes_every_steps",
+        ["algorithm.routing=own", "rollout.mismatch.own_routes_every_steps=1"],
+    ),
     ("train.total_steps", ["train.total_epochs=1"]),
     ("train.total_episodes", ["train.total_steps=null", "train.total_episodes=15"]),
     ("train.layout.data", ["algorithm.minibatches=8", "train.layout.data=4"]),

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.errors import EngineError, NodeLostError, Problem
 from megagrpo.recipe.defaults import prompts_of_round
+from megagrpo.routes import Routes
 from megagrpo.track.metrics import undocumented
 from megagrpo.trainer.batches import Sampled
 from megagrpo.trainer.run import SampleSource, Step
@@ -32,13 +33,15 @@ from megagrpo.trainer.step import (
     baselines_of,
     critic_learning_rate,
     policy_learning_rate,
+    require_routes,
     sample,
     solved_prompts,
+    train_sequences,
     with_signal,
 )
 from megagrpo.types import Group, Prompt
 from tests.agent_runs import calculator_run, group_of
-from tests.step_fakes import Scores, make_run
+from tests.step_fakes import FakeRollouts, Scores, make_run
 
 DYNAMIC = "rollout.dynamic_sampling={rounds_max: 3}"
 KL = "algorithm.kl={coefficient: 0.5, placement: reward}"
@@ -280,6 +283,22 @@ def test_groups_without_signal_and_masked_samples_are_not_trained_on() -> None:
 def test_groups_without_signal_stay_where_they_count(override: str) -> None:
     run, _ = stepped(override, scores=only_prompt_one_differs)
     assert run.policy.rows == [row for row in range(16) if row != 7]
+
+
+def test_routes_go_with_the_sequences_and_their_lack_is_refused_if_replay_is_asked_for() -> None:
+    prompt = Prompt("p0", (1, 2, 3), "sums", "4")
+    (group,) = FakeRollouts(2).generate([prompt], 1)
+    sample, other = group.samples
+    read = len(group.prompt.tokens) + len(sample.tokens) - 1
+    routes = Routes.of(np.tile(np.arange(2), (read, 3, 1)))
+    routed = replace(group, samples=(replace(sample, routes=routes), other))
+    first, second = train_sequences([routed], np.ones(2, bool))
+    assert first.routes is not None
+    assert (first.routes.experts == routes.experts).all()
+    assert second.routes is None
+    require_routes([routed], np.array([True, False]))
+    with pytest.raises(EngineError, match=f"sample {other.index} of prompt {group.prompt.id}"):
+        require_routes([routed], np.array([True, True]))
 
 
 def test_kl_in_the_reward_is_subtracted_from_scores_and_not_in_the_loss() -> None:

@@ -14,6 +14,7 @@ from megagrpo.section import (
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveInt,
     Rules,
     Seconds,
     Section,
@@ -87,6 +88,10 @@ class MismatchConfig(Section):
 
     worst_tokens: Annotated[int, Field(ge=1, le=256)] = 8
     """Tokens with the largest differences that each step writes to mismatch.jsonl, with their text."""
+
+    own_routes_every_steps: PositiveInt | None = None
+    """Every so many steps, a further pass without gradients measures the mismatch that the trainer's own routes would
+    give: the metrics own_routes. null: never. Only for algorithm.routing that replays."""
 
 
 class DynamicSamplingConfig(Section):
