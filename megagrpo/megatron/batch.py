@@ -108,7 +108,8 @@ def pack(
     of_routes, digests = None, np.zeros(0, np.uint64)
     if routes is not None:
         given = routes.of(microbatch, np.where(real, at, counted.sum()))
-        of_routes, digests = _tensor(given, device, torch.int16), routes.digests(given, len(counted), sequence, position)
+        digests = routes.digests(given, len(counted), sequence, position)
+        of_routes = _tensor(given, device, torch.int16)
     packed = PackedSequences(
         qkv_format="thd",
         **dict.fromkeys(OFFSETS, _tensor(np.concatenate([[0], np.cumsum(padded)]), device, torch.int32)),
