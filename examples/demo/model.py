@@ -57,6 +57,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 32, "sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
         "intermediate_size": 192,
     },
+    "qwen3_moe": {
+        "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True,
+    },
 }  # fmt: skip
 """Families of the demo's models, and sizes of their own."""
 
