@@ -15,7 +15,7 @@ from curves import curve
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPES = sorted((REPOSITORY / "yaml_recipes").glob("adder_*cpu.yaml"))
-NOT_A_METHOD = ("adder_sglang_cpu", "adder_sft_cpu")
+NOT_A_METHOD = ("adder_sglang_cpu", "adder_sft_cpu", "adder_moe_cpu", "adder_fp8_cpu")
 PICTURE = REPOSITORY / "docs" / "images" / "algorithms.png"
 PANELS = {
     "reward/solved_share": "solved share of the step's samples",

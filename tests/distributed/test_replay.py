@@ -130,6 +130,19 @@ def test_replay_is_the_same_in_every_layout(case_of: CaseOf, family: str, layout
     assert_same_step(gather(on_ranks(step, recipe, case)), grpo_step(case, recipe, forced_reference(case)))
 
 
+@pytest.mark.long
+def test_layers_of_transformer_engine_and_adapters_replay_too(case_of: CaseOf) -> None:
+    case, layout = with_routes(case_of("qwen3_moe")), LAYOUTS["expert"]
+    wanted = grpo_step(case, recipe_of(layout), forced_reference(case))
+    for change in ({"layer_spec": "transformer_engine"}, {"lora": {"rank": 2}}):
+        recipe = make_recipe(layout, train={"distributed_optimizer": False, **change})
+        steps = on_ranks(step, recipe, case)
+        if "lora" in change:  # adapters add nothing before their first step
+            assert the_one(one.metrics for one in steps).loss == pytest.approx(wanted.loss, abs=1e-6)
+        else:
+            assert_same_step(gather(steps), wanted)
+
+
 def own_and_replayed(rank: TrainRank, batch: RankBatch, advantages: Any) -> Any:
     """The metrics of an update, after a comparison with own routes."""
     load_and_pass(rank, batch)
