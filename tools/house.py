@@ -37,20 +37,20 @@ BUDGETS = {
     ("rollout",): 3_409,
     ("cluster",): 3_348,
     ("trainer", "evaluation"): 4_287,
-    ("recipe", "preflight", "doctor"): 5_540,
+    ("recipe", "preflight", "doctor"): 5_541,
     ("plan",): 4_936,
     ("data",): 2_708,
     ("reward",): 7_663,
     ("agents",): 5_099,
     ("track", "report"): 4_703,
     ("importing",): 2_914,
-    ("commands", "processes", ""): 2_680,
+    ("commands", "processes", ""): 2_684,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=334),
-    "tests": Limits(lines=54_806, lines_of_file=600, files=None),
+    "tests": Limits(lines=54_819, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (15, 6), "A metric's walk": (5, 3)}

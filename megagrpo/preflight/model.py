@@ -37,8 +37,9 @@ TOKENIZER_FILES = (
 HEAD = "ForSequenceClassification"
 CONFIG_FILES = ("config.json", "generation_config.json", "*.safetensors.index.json")
 MADE_BY = {
-    ".cache/adder": "adder", "runs/adder_sft_cpu": "demo", ".cache/agents": "agents", "runs/agents_sft_cpu": "agents",
-    ".cache/puzzles": "puzzles", "runs/puzzles_sft_cpu": "puzzles", ".cache/smollm2": "smollm2",
+    ".cache/adder": "adder", "runs/adder_sft_cpu": "demo", "runs/adder_sft_moe": "demo-moe",
+    ".cache/agents": "agents", "runs/agents_sft_cpu": "agents", ".cache/puzzles": "puzzles",
+    "runs/puzzles_sft_cpu": "puzzles", ".cache/smollm2": "smollm2",
 }  # fmt: skip
 """Models of the shipped recipes, and the make target of each."""
 PROBLEMS_OF_A_PART = 10

@@ -79,7 +79,7 @@ def metrics_and_change(case: Case, layout: ParallelLayout) -> tuple[dict[str, fl
 def figures(metrics: Any) -> dict[str, Any]:
     """All numbers of an update, those of its mismatch and its correction too; not the worst tokens."""
     found = asdict(metrics)
-    parts = {part: found.pop(part) or {} for part in ("mismatch", "correction")}
+    parts = {part: found.pop(part) or {} for part in ("mismatch", "correction", "route_differences", "own_routes")}
     parts["mismatch"].pop("worst")
     return found | {f"{part} {name}": value for part, values in parts.items() for name, value in values.items()}
 
