@@ -46,6 +46,7 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     stop_tokens: tuple[int, ...] = ()
+    routes: bool = False  # wanted with the sample, if the model has experts
 
 
 @dataclass(frozen=True, slots=True)

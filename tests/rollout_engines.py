@@ -8,12 +8,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megagrpo.errors import MegagrpoError
 from megagrpo.rollout.engine import Engine, EngineSpec
-from megagrpo.rollout.transformers_engine import TransformersEngine
+from megagrpo.rollout.transformers_engine import TransformersEngine, load_model
 from megagrpo.types import Request, Sample, SamplingParams
 from tests.tiny_models import DIMENSIONS, make_model
 from tests.tiny_run import recipe_with
@@ -28,6 +30,18 @@ def model_directory(family: str, directory: Path, eos_token_id: int | None = END
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token=eos_token_id and f"w{eos_token_id}").save_pretrained(path)
     return path
+
+
+@torch.no_grad()
+def routes_of(directory: Path, tokens: Sequence[int]) -> np.ndarray:
+    """[tokens - 1, layers, experts per token], as transformers chooses them in one pass."""
+    model = load_model(str(directory), "cpu", "float32")
+    found: list[torch.Tensor] = []
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(lambda _, args: found.append(args[1]))
+    model(torch.tensor([tokens[:-1]]))
+    return torch.stack(found, 1).numpy()
 
 
 def start_engine(path: Path, *overrides: str) -> TransformersEngine:

@@ -204,7 +204,10 @@ class Answers:
         *, capped: bool,
     ) -> Choice:  # fmt: skip
         kept, ended, text, stop_string = self._cut(sample, request.stop)
-        tokens, logprobs = sample.tokens[:kept], sample.logprobs[:kept]
+        tokens, logprobs, experts = sample.tokens[:kept], sample.logprobs[:kept], None
+        if sample.routes is not None:
+            first = max(len(prompt.tokens) - len(prompt.added) - 1, 0)
+            experts = sample.routes.experts[first : sample.routes.tokens - (len(sample.tokens) - kept)].copy()
         answer = parse_answer(
             text,
             request.tools,
@@ -227,6 +230,7 @@ class Answers:
             finish=ended,
             text=text,
             thought=answer.thought or (prompt.parent is not None and prompt.parent.thought),
+            experts=experts,
         )
         rollout.add(turn)
         rollout.limited = ended == "length" and not capped

@@ -19,7 +19,8 @@ from typing import Any, Literal, NotRequired, TypedDict
 import numpy as np
 
 from megagrpo.agents.dialects.chat_request import Message
-from megagrpo.errors import brief
+from megagrpo.errors import EngineError, Problem, brief
+from megagrpo.routes import Routes
 from megagrpo.track.rollout_files import LEFT_OUT
 from megagrpo.types import AgentRun, Branch, FinishReason, Request, Sample, SamplingParams, Turn
 
@@ -55,6 +56,8 @@ class AskedTurn:
     finish: FinishReason
     text: str
     thought: bool  # it or an earlier turn of its branch has reasoning in its tokens
+    experts: np.ndarray | None = None  # rows of Routes for the tokens that its request reads first: from the parent's
+    # last token, or the prompt's first, to the one before the last sampled; None: the engine sent none
     children: list[AskedTurn] = field(default_factory=list)
     followed: bool = False
 
@@ -204,7 +207,7 @@ class Rollout:
             turns=len(self.turns), turns_unused=len(unused), tokens_unused=sum(len(turn.sampled) for turn in unused)
         )
         return AgentRun(
-            branches=tuple(map(_branch, paths)),
+            branches=tuple(map(self._branch, paths)),
             turns=tuple(
                 Turn(turn.number, number, len(turn.sampled), rewards.get(turn.number))
                 for number, path in enumerate(paths)
@@ -216,6 +219,25 @@ class Rollout:
             counts={name: float(count) for name, count in sorted(counts.items())},
             events=tuple(self.events),
         )
+
+    def _branch(self, path: PathOfTurns) -> Branch:
+        marks = [
+            np.full(len(part), trained and part is turn.sampled)
+            for turn, trained in path
+            for part in (turn.added, turn.sampled)
+        ]
+        rows = [experts for turn, _ in path if (experts := self._experts(turn)) is not None]
+        routes = Routes.of(np.concatenate(rows)) if len(rows) == len(path) else None
+        return Branch(path[-1][0].tokens(), np.concatenate(marks), routes)
+
+    def _experts(self, turn: AskedTurn) -> np.ndarray | None:
+        """Returns the rows of a turn. Raises EngineError if they are not those of its tokens."""
+        wanted = len(turn.added) + len(turn.sampled) - (turn.parent is None)
+        if turn.experts is not None and len(turn.experts) != wanted:
+            where = f"turn {turn.number} of sample {self.index} of prompt {self.prompt_id}"
+            needed = f"of the {wanted} that its request reads first"
+            raise EngineError(Problem(where, f"routes of {len(turn.experts)} tokens", needed))
+        return turn.experts
 
     def _rewards(self, given: Any) -> tuple[dict[int, float], str]:
         """Returns rewards by the number of their turn, and an error if they cannot be read."""
@@ -238,15 +260,6 @@ class Rollout:
             if reward is not None:
                 rewards[number] = float(reward)
         return rewards, ""
-
-
-def _branch(path: PathOfTurns) -> Branch:
-    marks = [
-        np.full(len(part), trained and part is turn.sampled)
-        for turn, trained in path
-        for part in (turn.added, turn.sampled)
-    ]
-    return Branch(path[-1][0].tokens(), np.concatenate(marks))
 
 
 def _joined(parts: Iterable[np.ndarray], kind: type[np.generic]) -> np.ndarray:

@@ -5,6 +5,10 @@
     prompt_tokens, prompt_offsets int32 [tokens of all prompts], int64 [prompts + 1]
     branch_tokens, branch_trained int32, uint8 0 or 1 [tokens of all branches of all agents' rollouts]
     branch_offsets                int64 [branches + 1]
+    kept_ids, kept_ends           int32 [ids of all samples], int64 [tokens of all samples]: KeptSets, -1 without any
+    routes                        uint8: the bytes of all samples' and then all branches' Routes, end to end
+    routes_shapes, routes_digests int64 [4 of each], rows, layers, experts of a token and bytes of an expert, 0 without
+                                  routes; uint64 [of each]
     json                          uint8 [bytes]: not in the header, because libraries refuse headers above 100 MB
 
 A group may have no samples yet, unfinished ones or no scores. The header has a checksum of all of it. Values that only
@@ -17,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -31,11 +36,14 @@ from safetensors.numpy import save_file
 
 from megagrpo.checkpoint.store import Checkpoint
 from megagrpo.errors import CheckpointError, Problem, UnusableCheckpointError, brief, first_line
+from megagrpo.routes import Routes, digest_of
 from megagrpo.typed_json import packed, unpacked
-from megagrpo.types import AgentRun, Branch, Group, Prompt, Sample, Score
+from megagrpo.types import AgentRun, Branch, Group, KeptSets, Prompt, Sample, Score
 from megagrpo.weights.files import sync_directories
 
-FORMAT = "megagrpo groups 3"
+FORMAT = "megagrpo groups 4"
+BEFORE = "megagrpo groups 3"
+"""The format without kept sets and routes, which is read as well."""
 FIELDS: Mapping[str, Mapping[str, type]] = {
     "": {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32},
     "prompt_": {"tokens": np.int32},
@@ -46,7 +54,17 @@ DTYPES = {
     **{prefix + name: dtype for prefix, of in FIELDS.items() for name, dtype in {**of, "offsets": np.int64}.items()},
     "json": np.uint8,
 }
-CODES: Mapping[type, str] = {np.int32: "I32", np.float32: "F32", np.int64: "I64", np.uint8: "U8"}
+SINCE_BEFORE: Mapping[str, type] = {
+    "kept_ids": np.int32,
+    "kept_ends": np.int64,
+    "routes": np.uint8,
+    "routes_shapes": np.int64,
+    "routes_digests": np.uint64,
+}
+DTYPES |= SINCE_BEFORE
+CODES: Mapping[type, str] = {
+    np.int32: "I32", np.float32: "F32", np.int64: "I64", np.uint8: "U8", np.uint64: "U64"
+}  # fmt: skip
 HOLDS = "what JSON can hold, bytes, a decimal, or a time of at most microseconds"
 NEEDED = "a whole file of groups, as this version writes them"
 FIX = "restore the file, or make it again"
@@ -71,10 +89,9 @@ def _json_type(*kinds: type, without: Collection[str] = (), **others: Any) -> An
 
 
 AgentJson: Any = _json_type(AgentRun, branches=Index)
-NOT_SAVED = ("routes", "kept")
-SampleJson: Any = _json_type(
-    Sample, without=("prompt_id", *FIELDS[""], *NOT_SAVED), index=Index, agent=AgentJson | None
-)
+APART = ("prompt_id", *FIELDS[""], "routes", "kept")
+"""Fields of a sample that are not in its JSON."""
+SampleJson: Any = _json_type(Sample, without=APART, index=Index, agent=AgentJson | None)
 ScoreJson: Any = _json_type(Score)
 GroupJson: Any = _json_type(
     *(Prompt, Group),
@@ -166,6 +183,7 @@ def write_groups(path: Path, groups: Sequence[Group], notes: Mapping[str, Any] |
             values: Iterable[np.ndarray] = (np.asarray(getattr(owner, name), dtype) for owner in owners[prefix])
             arrays[prefix + name] = np.concatenate([np.empty(0, dtype), *values])
         arrays[f"{prefix}offsets"] = np.cumsum([0, *(len(owner.tokens) for owner in owners[prefix])], dtype=np.int64)
+    arrays |= _kept_arrays(samples) | _routes_arrays([*samples, *owners["branch_"]])
     attempt = path.with_name(f".saving_{path.name}")
     try:
         path.parent.mkdir(exist_ok=True)  # not those above it: of a run that was renamed, nothing is made anew
@@ -206,15 +224,22 @@ def _arrays(path: Path) -> Arrays:
         raise ValueError("no such file" if not path.exists() else "a directory, a device or a pipe")
     with safe_open(path, framework="numpy") as file:
         metadata, names = file.metadata() or {}, set(file.keys())
-        if metadata.get("format") != FORMAT or names != set(DTYPES):
+        wanted = {FORMAT: set(DTYPES), BEFORE: DTYPES.keys() - SINCE_BEFORE}
+        if names != wanted.get(metadata.get("format", "")):
             raise ValueError(f"format {brief(metadata.get('format'))} with arrays {brief(sorted(names))}")
-        for name, dtype in DTYPES.items():
-            view = file.get_slice(name)
+        for name in names:
+            dtype, view = DTYPES[name], file.get_slice(name)
             if view.get_dtype() != CODES[dtype] or len(view.get_shape()) != 1:
                 raise ValueError(f"{name} has type {view.get_dtype()} and shape {brief(view.get_shape())}")
-        arrays = {name: file.get_tensor(name) for name in DTYPES}
+        arrays = {name: file.get_tensor(name) for name in names}
     if metadata.get("blake2b") != _checksum(arrays):
         raise ValueError("another checksum than when it was written")
+    if names != set(DTYPES):
+        owners = sum(len(arrays[name]) - 1 for name in ("offsets", "branch_offsets"))
+        arrays |= {name: np.zeros(0, dtype) for name, dtype in SINCE_BEFORE.items()}
+        arrays["kept_ends"] = np.full(len(arrays["tokens"]), -1, np.int64)
+        arrays["routes_shapes"] = np.zeros(4 * max(owners, 0), np.int64)
+        arrays["routes_digests"] = np.zeros(max(owners, 0), np.uint64)
     if any(arrays[name].min(initial=0) < 0 for name in ("tokens", "versions", "prompt_tokens", "branch_tokens")):
         raise ValueError("a token or a version below 0")
     if arrays["branch_trained"].max(initial=0) > 1:
@@ -234,10 +259,63 @@ def _parts(arrays: Arrays, prefix: str, count: int) -> Iterator[dict[str, np.nda
 
 def _checksum(arrays: Arrays) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for name in DTYPES:
+    for name in [name for name in DTYPES if name in arrays]:
         digest.update(f"{name} {len(arrays[name])} ".encode())
         digest.update(np.ascontiguousarray(arrays[name]).data)
     return digest.hexdigest()
+
+
+def _kept_arrays(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+    ends = [np.full(len(sample.tokens), -1) if sample.kept is None else sample.kept.ends for sample in samples]
+    ids = [sample.kept.ids for sample in samples if sample.kept is not None]
+    joined = {"kept_ids": np.concatenate([[], *ids]), "kept_ends": np.concatenate([[], *ends])}
+    return {name: array.astype(DTYPES[name]) for name, array in joined.items()}
+
+
+def _kept(arrays: Arrays, cuts: np.ndarray) -> Iterator[KeptSets | None]:
+    """Cuts kept sets into samples. Raises ValueError at once if they do not belong to these tokens."""
+    ids, of_samples = arrays["kept_ids"], [arrays["kept_ends"][a:b] for a, b in pairwise(cuts.tolist())]
+    lasts = [max(int(ends[-1]), 0) if len(ends) else 0 for ends in of_samples]
+    sound = all((ends == -1).all() or (ends[0] >= 0 and (np.diff(ends) >= 0).all()) for ends in of_samples)
+    if not sound or len(arrays["kept_ends"]) != cuts[-1] or sum(lasts) != len(ids) or ids.min(initial=0) < 0:
+        raise ValueError("kept sets that are not those of the tokens")
+    starts = np.cumsum([0, *lasts])
+    return (
+        None if (ends == -1).all() else KeptSets(ids[a:b].copy(), ends.copy())
+        for ends, (a, b) in zip(of_samples, pairwise(starts.tolist()), strict=True)
+    )
+
+
+def _routes_arrays(owners: Sequence[Sample | Branch]) -> dict[str, np.ndarray]:
+    routes = [owner.routes for owner in owners]
+    shapes = [(0,) * 4 if one is None else (*one.experts.shape, one.experts.itemsize) for one in routes]
+    parts = [np.ascontiguousarray(one.experts).view(np.uint8).reshape(-1) for one in routes if one is not None]
+    return {
+        "routes": np.concatenate([np.empty(0, np.uint8), *parts]),
+        "routes_shapes": np.array(shapes, np.int64).reshape(-1),
+        "routes_digests": np.array([0 if one is None else one.digest for one in routes], np.uint64),
+    }
+
+
+def _routes(arrays: Arrays, owners: int) -> list[Routes | None]:
+    """Cuts routes into those of samples and branches. Raises ValueError if they, or their digests, are others."""
+    shapes, digests, data = arrays["routes_shapes"], arrays["routes_digests"].tolist(), arrays["routes"]
+    sizes_fit = shapes.min(initial=0) >= 0 and shapes.max(initial=0) < 2**24
+    if len(shapes) != 4 * owners or len(digests) != owners or not sizes_fit:
+        raise ValueError(f"routes_shapes and routes_digests of others than {owners} samples and branches")
+    made, at = list[Routes | None](), 0
+    for (*shape, size), digest in zip(shapes.reshape(-1, 4).tolist(), digests, strict=True):
+        part = data[at : at + math.prod(shape) * size]
+        at += math.prod(shape) * size
+        if size not in (0, 1, 2) or len(part) != math.prod(shape) * size or (size == 0 and digest != 0):
+            raise ValueError("routes that are not of their shapes")
+        experts = part.copy().view(np.uint8 if size == 1 else np.uint16).reshape(shape) if size else None
+        if experts is not None and digest_of(experts) != digest:
+            raise ValueError("routes with another digest")
+        made.append(None if experts is None else Routes(experts, digest))
+    if at != len(data):
+        raise ValueError("routes that are not of their shapes")
+    return made
 
 
 # --- groups as JSON ---------------------------------------------------------------------------------------------------
@@ -262,7 +340,7 @@ def _saved_sample(sample: Sample) -> dict[str, Any]:
         "reward": None if run.reward is None else dict(run.reward),
         "counts": dict(run.counts),
     }
-    return {**_json(sample, where, ("prompt_id", *FIELDS[""], *NOT_SAVED)), "agent": agent}
+    return {**_json(sample, where, APART), "agent": agent}
 
 
 def _json(value: Any, where: str, without: Collection[str] = ()) -> dict[str, Any]:
@@ -283,8 +361,7 @@ def _json(value: Any, where: str, without: Collection[str] = ()) -> dict[str, An
 
 def _restored(kind: Any, saved: Any, **others: Any) -> Any:
     """Makes a dataclass of its JSON and of the other fields."""
-    names = [field.name for field in fields(kind) if field.name not in (*others, *NOT_SAVED)]
-    values = {name: getattr(saved, name) for name in names}
+    values = {field.name: getattr(saved, field.name) for field in fields(kind) if field.name not in others}
     for name in [name for name in values if name in PACKED]:
         given = values[name]
         values[name] = unpacked(given) if isinstance(given, Mapping) else tuple(map(unpacked, given))
@@ -294,13 +371,19 @@ def _restored(kind: Any, saved: Any, **others: Any) -> Any:
 def _groups(arrays: Arrays, saved: Sequence[Any]) -> list[Group]:
     samples = [sample for group in saved for sample in (*group.samples, group.baseline) if sample]
     of_samples, of_prompts = _parts(arrays, "", len(samples)), _parts(arrays, "prompt_", len(saved))
-    of_branches = _parts(arrays, "branch_", sum(sample.agent.branches for sample in samples if sample.agent))
-    branches = (Branch(of["tokens"], of["trained"].astype(bool)) for of in of_branches)
+    count = sum(sample.agent.branches for sample in samples if sample.agent)
+    of_branches, routes = _parts(arrays, "branch_", count), _routes(arrays, len(samples) + count)
+    kept, of_sample_routes = _kept(arrays, arrays["offsets"]), iter(routes)
+    branches = (
+        Branch(of["tokens"], of["trained"].astype(bool), _of_tokens(one, len(of["tokens"])))
+        for of, one in zip(of_branches, routes[len(samples) :], strict=True)
+    )
 
     def made(prompt: Prompt, sample: Any) -> Any:
         of_sample = next(of_samples)
         agent = sample.agent and _agent(sample.agent, branches, len(of_sample["tokens"]))
-        return _restored(Sample, sample, prompt_id=prompt.id, agent=agent, **of_sample)
+        of_all = _of_tokens(next(of_sample_routes), len(prompt.tokens) + len(of_sample["tokens"]))
+        return _restored(Sample, sample, prompt_id=prompt.id, agent=agent, routes=of_all, kept=next(kept), **of_sample)
 
     groups = []
     for group, of_prompt in zip(saved, of_prompts, strict=True):
@@ -313,6 +396,12 @@ def _groups(arrays: Arrays, saved: Sequence[Any]) -> list[Group]:
         of_baseline = group.baseline_score and _restored(Score, group.baseline_score)
         groups.append(Group(prompt, whole, scores, baseline, of_baseline))
     return groups
+
+
+def _of_tokens(routes: Routes | None, tokens: int) -> Routes | None:
+    if routes is not None and routes.tokens != max(tokens - 1, 0):
+        raise ValueError(f"routes of {routes.tokens} tokens, for a sequence of {tokens}")
+    return routes
 
 
 def _agent(saved: Any, branches: Iterable[Branch], tokens: int) -> Any:

@@ -41,8 +41,12 @@ def train_config(recipe: AnyRecipe) -> TrainConfig:
 
 def replayed_routes(recipe: Recipe, arch: Architecture) -> RouteSizes | None:
     """Returns the sizes of the routes that engines send and training ranks replay; None if they do not."""
-    replays = recipe.algorithm.routing != "own" and recipe.rollout.kind.returns_routes
-    return arch.route_sizes if replays else None
+    return arch.route_sizes if replays_routes(recipe) else None
+
+
+def replays_routes(recipe: Recipe) -> bool:
+    """Returns whether routes are replayed if the model has experts."""
+    return recipe.algorithm.routing != "own" and recipe.rollout.kind.returns_routes
 
 
 def device_here(recipe: AnyRecipe) -> str:

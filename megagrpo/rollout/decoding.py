@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicLayer, get_layer_types_and_kwargs
 
 from megagrpo.errors import DIVERGED_FIX, EngineError, Problem
+from megagrpo.rollout.read_routes import ReadRoutes
 from megagrpo.rollout.requests import after_begun
 from megagrpo.splitmix64 import GAMMA, mixed, shifted
 from megagrpo.types import FinishReason, Request, Sample, SamplingParams
@@ -52,6 +53,8 @@ def decode(
     logits = _prefill(model, cache, prompts, lengths)[prompt_of]
     cache.reorder_cache(prompt_of)
     padding = cache.get_seq_length() - lengths[prompt_of]
+    if record.routes is not None:
+        record.routes.add_prompts(lengths.tolist(), prompt_of.tolist())
     batch = _Batch(cache, torch.tensor(seeds, device=device), padding, torch.tensor(begun, device=device))
     stops = np.array(sorted(stop_tokens), dtype=np.int64)
 
@@ -71,6 +74,8 @@ def decode(
             record.keep(running)
             tokens = tokens[kept]
         logits = batch.step(model, tokens)
+        if record.routes is not None:
+            record.routes.add_step(record.row_of_slot)
 
 
 def _prefill(model: Any, cache: Cache, prompts: Sequence[Sequence[int]], lengths: torch.Tensor) -> torch.Tensor:
@@ -124,8 +129,8 @@ class Record:
     """The tokens of a batch, on the host, a row for each request. A slot whose row has ended continues, unrecorded,
     until it is dropped."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.requests = requests
+    def __init__(self, requests: Sequence[Request], routes: ReadRoutes | None = None) -> None:
+        self.requests, self.routes = requests, routes
         self.limits = np.array([request.tokens_left for request in requests])
         rows, self.longest = len(requests), int(self.limits.max())
         self.tokens = np.zeros((rows, self.longest), dtype=np.int32)
@@ -154,13 +159,18 @@ class Record:
     def keep(self, running: np.ndarray) -> None:
         self.row_of_slot = self.row_of_slot[running]
 
-    def samples(self) -> list[Sample]:
-        """Returns the sample so far of each request, without text. Its finish is "abort" until it has ended."""
+    def samples(self, *, ended: bool = False) -> list[Sample]:
+        """Returns the sample so far of each request, without text. Its finish is "abort" until it has ended. Routes are
+        there once the batch has `ended`."""
         samples, arrays = [], (self.tokens, self.logprobs, self.versions)
         for row, (at, length) in enumerate(zip(self.requests, self.lengths.tolist(), strict=True)):
             finish: FinishReason = "stop" if self.stopped[row] else "length" if length == self.limits[row] else "abort"
             tokens, logprobs, versions = (array[row, :length].copy() for array in arrays)
-            samples.append(after_begun(at, Sample(at.prompt_id, at.index, tokens, logprobs, versions, finish, "")))
+            routes = None
+            if ended and length and self.routes is not None:
+                routes = self.routes.of(row, length, f"sample {at.index} of prompt {at.prompt_id}")
+            sample = Sample(at.prompt_id, at.index, tokens, logprobs, versions, finish, "", routes=routes)
+            samples.append(after_begun(at, sample))
         return samples
 
 

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from megagrpo.errors import EngineError, MegagrpoError, Problem
-from megagrpo.recipe.defaults import dtype_name, run_directory
+from megagrpo.recipe.defaults import dtype_name, replayed_routes, run_directory
 from megagrpo.types import Request, Sample
 from megagrpo.weights.boxes import Manifest
+from megagrpo.weights.families import read_architecture
 
 if TYPE_CHECKING:
     from megagrpo.processes.store import StoreAddress  # imports torch, too early for an actor
     from megagrpo.recipe.schema import EngineLayoutConfig, Recipe
+    from megagrpo.routes import RouteSizes
     from megagrpo.weights.plan import WeightPlan
     from megagrpo.weights.transport.choice import Channel
 
@@ -86,7 +88,7 @@ class ServerSpec:
     `settings`: its section of the recipe. `tokens_per_request`: the longest prompt with its response. `threads`: of all
     its ranks on CPUs; servers with another `index` get other cores. `pause_seconds`: the longest weight update. With
     `keeps_weights` it loads those of the model directory, and gets no update. With `answers_chats` it is asked by
-    conversations, not by token ids.
+    conversations, not by token ids. `returns_routes`: it can send the experts of tokens that it reads.
     """
 
     name: str
@@ -105,6 +107,7 @@ class ServerSpec:
     quantization: str | None = None
     keeps_weights: bool = False
     answers_chats: bool = False
+    returns_routes: bool = False
     node: EngineNode | None = None
 
 
@@ -160,6 +163,12 @@ class EngineSpec:
         return None if self.keeps_weights else self.recipe.rollout.quantization
 
     @property
+    def routes(self) -> RouteSizes | None:
+        """Returns the sizes of the routes that its samples can have; None if no routes are replayed. An engine with
+        `keeps_weights` samples for evaluations."""
+        return None if self.keeps_weights else replayed_routes(self.recipe, read_architecture(self.model_directory))
+
+    @property
     def server(self) -> ServerSpec:
         """Returns the spec of its server, or of the process on `node`."""
         recipe, rollout, name = self.recipe, self.recipe.rollout, self.name
@@ -182,6 +191,7 @@ class EngineSpec:
             deterministic=bool(recipe.deterministic),
             quantization=self.quantization,
             keeps_weights=self.keeps_weights,
+            returns_routes=self.routes is not None,
             node=self.node,
         )
 

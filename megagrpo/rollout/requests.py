@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from megagrpo.errors import EngineError, Problem
+from megagrpo.recipe.defaults import replays_routes
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.eval import EvalSet
 from megagrpo.recipe.schema.rollout import RolloutConfig
@@ -25,6 +27,7 @@ def sampling_of(recipe: Recipe, section: RolloutConfig | EvalSet) -> SamplingPar
         top_p=section.top_p,
         top_k=section.top_k,
         stop_tokens=tuple(recipe.rollout.stop_token_ids),
+        routes=section is recipe.rollout and replays_routes(recipe),
     )
 
 
@@ -42,7 +45,7 @@ def training_requests(recipe: Recipe, prompt: Prompt, step: int) -> list[Request
     """Returns all requests of a prompt in a step: its samples, then the greedy response that remax wants."""
     sampling = sampling_of(recipe, recipe.rollout)
     samples, seeds = recipe.rollout.samples_per_prompt, {"recipe_seed": recipe.seed, "step": step}
-    greedy, likeliest = recipe.algorithm.greedy_responses, replace(sampling, temperature=0.0)
+    greedy, likeliest = recipe.algorithm.greedy_responses, replace(sampling, temperature=0.0, routes=False)
     return [
         *requests_for(prompt, samples=samples, sampling=sampling, **seeds),
         *requests_for(prompt, samples=greedy, sampling=likeliest, first_index=samples, **seeds),
@@ -76,13 +79,24 @@ def nothing_sampled(request: Request) -> Sample:
 
 
 def after_begun(request: Request, sample: Sample) -> Sample:
-    """Joins the tokens of `request.begun` and those of `sample`, sampled after them. The text is `sample`'s alone."""
+    """Joins the tokens of `request.begun` and those of `sample`, sampled after them. The text is `sample`'s alone.
+
+    `sample.routes`, of all tokens that its engine has read, replace only those that `begun` lacks: a token's row is of
+    the pass after which the next one was sampled. Raises EngineError if those of `begun` are not of its tokens.
+    """
     begun = request.begun
     if begun is None:
         return sample
     tokens = np.concatenate([begun.tokens, sample.tokens])
     logprobs = np.concatenate([begun.logprobs, sample.logprobs])
-    return replace(sample, tokens=tokens, logprobs=logprobs, versions=np.concatenate([begun.versions, sample.versions]))
+    routes = sample.routes if len(sample.tokens) else begun.routes
+    if routes is not None and begun.routes is not None:
+        if begun.routes.tokens != (wanted := len(request.read) - 1):
+            where = f"sample {request.index} of prompt {request.prompt_id}, resumed after {len(begun.tokens)} tokens"
+            raise EngineError(Problem(where, f"routes of {begun.routes.tokens} tokens", f"of {wanted}"))
+        routes = begun.routes.joined(routes)
+    versions = np.concatenate([begun.versions, sample.versions])
+    return replace(sample, tokens=tokens, logprobs=logprobs, versions=versions, routes=routes)
 
 
 def with_baseline(group: Group, recipe: Recipe) -> Group:

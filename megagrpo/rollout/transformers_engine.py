@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from megagrpo.errors import EngineError, MegagrpoError, ModelError, Problem
 from megagrpo.rollout.decoding import Record, decode
 from megagrpo.rollout.engine import Done, Engine, EngineSpec, EngineState, SoFar
+from megagrpo.rollout.read_routes import ReadRoutes
 from megagrpo.rollout.requests import nothing_sampled
 from megagrpo.tokenizer import end_tokens, load_tokenizer, response_texts
 from megagrpo.types import Request, Sample, SamplingParams
@@ -49,6 +51,7 @@ class TransformersEngine(Engine):
         self._model: Any = load_model(spec.model_directory, spec.device, dtype)
         self._tokenizer: Any = load_tokenizer(spec.tokenizer_directory)
         self._stops = end_tokens(spec.model_directory, self._tokenizer)
+        self._routes = spec.routes
         self._requests_at_once = spec.recipe.rollout.kind.requests_at_once(spec.recipe)
         self._receiver: BucketReceiver | None = None
         self._threads, self._pause = spec.threads, spec.recipe.pause
@@ -201,12 +204,16 @@ class TransformersEngine(Engine):
 
     def _decode(self, batch: Mapping[int, Request]) -> list[Sample]:
         """Decodes one batch of requests, by ticket, with the same sampling parameters but for max_tokens."""
-        record = Record(list(batch.values()))
+        requests = list(batch.values())
+        sampling = requests[0].sampling
+        routes = ReadRoutes(self._routes) if self._routes and sampling.routes else None
+        record = Record(requests, routes)
         with self._changed:
             self._batch = batch, record
-        stops = self._stops.union(record.requests[0].sampling.stop_tokens)
-        decode(self._model, record, stops, self._before_step, self.name)
-        samples = record.samples()
+        stops = self._stops.union(sampling.stop_tokens)
+        with routes.reading(self._model) if routes else nullcontext():
+            decode(self._model, record, stops, self._before_step, self.name)
+        samples = record.samples(ended=True)
         texts = response_texts(self._tokenizer, [(sample.tokens, sample.finish) for sample in samples])
         return [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)]
 

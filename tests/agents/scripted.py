@@ -16,8 +16,9 @@ import numpy as np
 
 from megagrpo.agents.chat import Chat
 from megagrpo.agents.gateway import Gateway
-from megagrpo.agents.turns import Limits, Rollout
-from megagrpo.types import AgentRun, Request, Sample, SamplingParams
+from megagrpo.agents.turns import AskedTurn, Limits, Rollout
+from megagrpo.routes import Routes
+from megagrpo.types import AgentRun, Branch, Request, Sample, SamplingParams
 from tests.agents.families import chat_of
 
 
@@ -29,6 +30,8 @@ class ScriptedEngine:
     say: Callable[[str, int], str]
     version: int = 0
     finish: str | None = None
+    rows: int = 0
+    """Rows of routes that it sends too many, at the end; below 0: too few."""
     seen: list[tuple[Request, str, Sample]] = field(default_factory=list)
     open: asyncio.Event = field(default_factory=asyncio.Event)
     """Turns wait for it."""
@@ -55,10 +58,16 @@ class ScriptedEngine:
         sample = Sample(
             request.prompt_id, request.index, np.array(tokens, np.int32), np.array(logprobs, np.float32),
             np.full(len(tokens), self.version, np.int32), self.finish or finish, "",  # type: ignore[arg-type]
+            routes=self.routes([*request.tokens, *tokens]) if request.sampling.routes else None,
         )  # fmt: skip
         self.seen.append((request, key, sample))
         self.version += 1
         return sample
+
+    def routes(self, tokens: Sequence[int]) -> Routes:
+        """Each row names its token, its place and the answer."""
+        rows = [[token, place, self.version] for place, token in enumerate([*tokens, 0])]
+        return Routes.of(np.array(rows)[: len(tokens) - 1 + self.rows, None])
 
     def pieces(self, text: str, seed: int) -> list[int]:
         rng, tokens = random.Random(seed), list[int]()
@@ -191,6 +200,7 @@ def check(record: Rollout, sample: Sample, seen: Sequence[tuple[tuple[int, ...],
             trained[turn.number] += mine
         assert at == len(branch.trained)
         rows.append(branch.tokens[branch.trained])
+        check_routes(branch, [turn for turn, _ in path])
         assert sum(turn.tokens for turn in run.turns if turn.branch == number) == branch.trained.sum()
     assert np.concatenate([np.zeros(0, np.int32), *rows]).tolist() == sample.tokens.tolist()
     assert len(sample.tokens) == len(sample.logprobs) == len(sample.versions) == sum(turn.tokens for turn in run.turns)
@@ -201,3 +211,13 @@ def check(record: Rollout, sample: Sample, seen: Sequence[tuple[tuple[int, ...],
     expected = [by_number[turn.number] for turn in run.turns]
     assert [*sample.logprobs] == [value for turn in expected for value in turn.logprobs]
     assert [*sample.versions] == [value for turn in expected for value in turn.versions]
+
+
+def check_routes(branch: Branch, path: Sequence[AskedTurn]) -> None:
+    """Routes of ScriptedEngine: each row is of its token and place, by the first request of the path that read it."""
+    if branch.routes is None:
+        assert any(turn.experts is None for turn in path)
+        return
+    requests = [turn.versions[0] for turn in path for _ in (*turn.added, *turn.sampled)]
+    expected = [[token, place, requests[place + 1]] for place, token in enumerate(branch.tokens[:-1].tolist())]
+    assert branch.routes.experts[:, 0].tolist() == expected

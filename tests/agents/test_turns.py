@@ -15,6 +15,7 @@ from megagrpo.agents.chat import Chat
 from megagrpo.agents.dialects import chat_completions
 from megagrpo.agents.dialects.chat_request import ChatRequest, Kept
 from megagrpo.agents.turns import Limits, Rollout
+from megagrpo.errors import EngineError
 from megagrpo.types import SamplingParams
 from tests.agents.families import FAMILIES, chat_of, written
 from tests.agents.scripted import ScriptedEngine, checked
@@ -46,7 +47,7 @@ async def play(chat: Chat, family: str, seed: int) -> Rollout:
     rng = random.Random(seed)
     engine = ScriptedEngine(chat, lambda _, seed: words(chat, family, seed))
     answers = Answers(chat, engine.ask, parser=PARSERS.get(family, "auto"), audited=1.0)
-    rollout = Rollout("prompt", 0, Limits(100, 100_000, SamplingParams(200), seed), opened=0.0)
+    rollout = Rollout("prompt", 0, Limits(100, 100_000, SamplingParams(200, routes=True), seed), opened=0.0)
     talks: list[Messages] = [[{"role": "user", "content": text(rng, 1)}]]
     tools = TOOLS if family != "zephyr" else []
     for _ in range(rng.randint(1, 8)):
@@ -69,7 +70,7 @@ async def play(chat: Chat, family: str, seed: int) -> Rollout:
         new = [*talk, message, *(results or [{"role": "user", "content": text(rng, 1)}])]
         talks = [new] if rng.random() < 0.6 else [*talks, new]
     answers.close()
-    checked(rollout, engine)
+    assert all(branch.routes for branch in checked(rollout, engine).agent.branches)  # type: ignore[union-attr]
     return rollout
 
 
@@ -100,3 +101,17 @@ def test_a_rollout_is_shown_briefly() -> None:
     """Asyncio shows the results of tasks: a forest that shows its parents and children would never end."""
     record = asyncio.run(play(chat_of("chatml"), "chatml", seed=1))
     assert len(repr([record, *record.paths()])) < 10_000
+
+
+@pytest.mark.parametrize("rows", [-1, 1])
+def test_an_engine_that_sends_routes_of_another_number_of_tokens_is_an_error_that_names_the_turn(rows: int) -> None:
+    chat = chat_of("chatml")
+    engine = ScriptedEngine(chat, lambda _, seed: words(chat, "chatml", seed))
+    rollout = Rollout("train:7", 3, Limits(100, 100_000, SamplingParams(200, routes=True), 1), opened=0.0)
+    answers = Answers(chat, engine.ask, parser="auto", audited=1.0)
+    for engine.rows in (0, rows):
+        body = {"messages": [{"role": "user", "content": "What?"}]}
+        asyncio.run(answers.answer("key", rollout, chat_completions.read(body, Kept())))
+    answers.close()
+    with pytest.raises(EngineError, match="turn 1 of sample 3 of prompt train:7"):
+        rollout.agent_run()

@@ -161,6 +161,7 @@ def start_server(
         threads=layout.ranks,
         pause_seconds=WAIT_SECONDS,
         keeps_weights=True,  # tests sample before an update
+        returns_routes=bool(read_architecture(directory).experts),
         node=node,
     )
     return arguments.start_server(spec)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megagrpo.layout.parallel import ParallelLayout
@@ -14,7 +15,7 @@ from megagrpo.rollout.sglang.arguments import model_problems
 from megagrpo.types import SamplingParams
 from megagrpo.weights.transport.choice import TransportName
 from megagrpo.weights.transport.disk import DiskFiles
-from tests.rollout_engines import generate, model_directory
+from tests.rollout_engines import generate, model_directory, routes_of
 from tests.rollout_engines import request as ask
 from tests.sglang.servers import CONTEXT, Policy, serve_layout
 from tests.sglang.test_weights import check_holds, check_logprobs
@@ -75,7 +76,12 @@ def test_a_family_is_served_with_the_weights_of_training_ranks(
             weights = served.weights(version)
             policy.sync(version, weights)
             check_holds(served.engine, weights)
-            asked = [ask(range(5, 5 + tokens), SamplingParams(24), seed=version) for tokens in (4, 30)]
+            asked = [ask(range(5, 5 + tokens), SamplingParams(24, routes=True), seed=version) for tokens in (4, 30)]
             samples = generate(served.engine, asked)
             check_logprobs(samples, asked, {version: weights})
+            for one, sample in zip(asked, samples, strict=True):
+                assert (sample.routes is not None) == bool(policy.arch.experts)
+                if sample.routes is not None:
+                    expected = routes_of(weights, [*one.tokens, *sample.tokens.tolist()])
+                    assert np.array_equal(sample.routes.experts, expected)
         policy.close()

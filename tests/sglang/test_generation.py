@@ -1,13 +1,14 @@
 """Samples of a real SGLang server: distribution, seeds, ends, aborts and time limits."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from megagrpo.errors import EngineError
 from megagrpo.types import SamplingParams
-from tests.rollout_engines import END, generate, request
+from tests.rollout_engines import END, generate, request, routes_of
 from tests.sglang.servers import CONTEXT, ENDLESS, ENDLESS_PROMPT, Served, difference, logits_of
 
 PROMPTS = ([5, 6, 9, 11], [20, 21, 22, 23, 24, 25, 26], [90])
@@ -126,3 +127,24 @@ def test_a_prompt_that_does_not_fit_is_refused_with_what_the_server_says_and_end
     with pytest.raises(EngineError, match="no tokens"):
         generate(tied_server.engine, [ask([], SamplingParams(4))])
     assert generate(tied_server.engine, []) == []
+
+
+@pytest.mark.parametrize("which", ["split_server", "latent_server"])
+def test_routes_are_transformers_own_and_come_whole_after_a_response_was_cut(
+    which: str, request: pytest.FixtureRequest
+) -> None:
+    served: Served = request.getfixturevalue(which)
+    routed = replace(ENDLESS, max_tokens=30, temperature=1.0, routes=True)
+    asked = [ask(range(5, 5 + tokens), routed, seed=tokens, index=tokens) for tokens in (1, 4, 5, 30)]
+    plain = ask(range(5, 9), replace(routed, routes=False))
+    *samples, unasked = generate(served.engine, [*asked, plain])
+    assert unasked.routes is None
+    begun = [
+        replace(s, tokens=s.tokens[:9], logprobs=s.logprobs[:9], versions=s.versions[:9], routes=None) for s in samples
+    ]
+    again = [replace(one, begun=cut) for one, cut in zip(asked, begun, strict=True) if len(cut.tokens) == 9]
+    assert again
+    for one, sample in zip([*asked, *again], [*samples, *generate(served.engine, again)], strict=True):
+        expected = routes_of(served.directory, [*one.tokens, *sample.tokens.tolist()])
+        assert sample.routes is not None
+        assert np.array_equal(sample.routes.experts, expected)

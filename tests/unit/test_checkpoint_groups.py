@@ -25,7 +25,8 @@ from megagrpo.checkpoint.groups import PENDING, Pending, pending_of, read_groups
 from megagrpo.checkpoint.store import Checkpoint
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.errors import CheckpointError, UnusableCheckpointError
-from megagrpo.types import AgentRun, Branch, Group, Prompt, Sample, Score, Turn
+from megagrpo.routes import Routes
+from megagrpo.types import AgentRun, Branch, Group, KeptSets, Prompt, Sample, Score, Turn
 from tests.agent_runs import calculator_run
 from tests.small_disk import small_disk
 from tests.unit.test_fuzz import damaged, mutated
@@ -57,6 +58,13 @@ MESSAGES = ({"role": "system", "content": "é"}, {"role": "user", "content": "wh
 NOTES = {"math.answer": "é", "math.rule": ""}
 
 
+def routes(tokens: int, experts: int = 8) -> Routes:
+    return Routes.of((np.arange(6 * max(tokens - 1, 0)).reshape(-1, 3, 2) * 7) % experts)
+
+
+KEPT = KeptSets(np.array([3, 5, 2, 4, 2**20], np.int32), np.array([2, 2, 5], np.int64))
+
+
 def sample(prompt: str, index: int, tokens: int, finish: Any = "stop") -> Sample:
     numbers = np.arange(tokens)
     return Sample(
@@ -72,7 +80,7 @@ def sample(prompt: str, index: int, tokens: int, finish: Any = "stop") -> Sample
 
 RUN = AgentRun(
     branches=(
-        Branch(np.arange(7, dtype=np.int32), np.array([0, 0, 1, 1, 0, 0, 1], bool)),
+        Branch(np.arange(7, dtype=np.int32), np.array([0, 0, 1, 1, 0, 0, 1], bool), routes(7)),
         Branch(np.arange(9, 13, dtype=np.int32), np.array([0, 0, 1, 1], bool)),
         Branch(np.empty(0, np.int32), np.empty(0, bool)),
     ),
@@ -85,7 +93,11 @@ RUN = AgentRun(
 GROUPS = [
     Group(
         Prompt("train:1", (5, 6, 7), "gsm8k", "42", "math", OF_PARQUET | OF_JSON, MESSAGES, "<what?>"),
-        (sample("train:1", 0, 9), sample("train:1", 1, 3, "length"), sample("train:1", 2, 0, "abort")),
+        (
+            replace(sample("train:1", 0, 9), routes=routes(3 + 9)),
+            replace(sample("train:1", 1, 3, "length"), kept=KEPT),
+            sample("train:1", 2, 0, "abort"),
+        ),
         (
             Score(0.1 + 0.2, {"math": 1.0, "é": -0.0}, counted=(1.0, -3.5), solved=True, notes=NOTES, answer="é"),
             Score(None, error="ValueError: \ud800", masked=""),
@@ -95,7 +107,14 @@ GROUPS = [
         Score(0.5),
     ),
     Group(Prompt("train:2", (), "gsm8k", ""), ()),
-    Group(Prompt("train:3", (1,), "gsm8k", "x"), (sample("train:3", 3, 4, "abort"),)),
+    Group(
+        Prompt("train:3", (1,), "gsm8k", "x"),
+        (
+            replace(sample("train:3", 3, 4, "abort"), routes=routes(1 + 4, 300)),
+            replace(sample("train:3", 4, 3), kept=KeptSets(np.empty(0, np.int32), np.zeros(3, np.int64))),
+            replace(sample("train:3", 5, 0), routes=routes(1)),
+        ),
+    ),
     Group(
         Prompt("train:4", (1, 2), "search", "x"),
         (
@@ -111,6 +130,10 @@ def branches_of(sample: Sample) -> tuple[Branch, ...]:
     return sample.agent.branches if sample.agent else ()
 
 
+def shown(routes: Routes | None) -> Any:
+    return routes and (routes.experts.dtype, routes.experts.tolist(), routes.digest)
+
+
 def comparable(groups: list[Group]) -> list[Any]:
     return [
         (
@@ -121,6 +144,8 @@ def comparable(groups: list[Group]) -> list[Any]:
                 *((a.dtype, a.tobytes()) for s in of for a in (s.tokens, s.logprobs, s.versions)),
                 *(repr(replace(s.agent, branches=())) for s in of if s.agent),
                 *((a.dtype, a.tobytes()) for s in of for b in branches_of(s) for a in (b.tokens, b.trained)),
+                *(shown(owner.routes) for s in of for owner in (s, *branches_of(s))),
+                *(s.kept and [(a.dtype, a.tolist()) for a in (s.kept.ids, s.kept.ends)] for s in of),
             ],
         )
         for group in groups
@@ -208,6 +233,52 @@ def test_a_file_of_another_version_is_refused_by_its_format(written: Path) -> No
         read_groups(path, dict)
 
 
+def test_a_file_of_the_version_before_is_read_without_routes_and_kept_sets(written: Path) -> None:
+    path = written.with_name("before.safetensors")
+    arrays = {name: array for name, array in load_file(written).items() if name not in groups_file.SINCE_BEFORE}
+    save_file(arrays, path, {"format": groups_file.BEFORE, "blake2b": groups_file._checksum(arrays)})
+    found, notes = read_groups(path, dict)
+
+    def without(given: Sample) -> Sample:
+        bare = tuple(replace(branch, routes=None) for branch in branches_of(given))
+        agent = given.agent and replace(given.agent, branches=bare)
+        return replace(given, routes=None, kept=None, agent=agent)
+
+    bare = [replace(group, samples=tuple(map(without, group.samples))) for group in GROUPS]
+    assert comparable(found) == comparable(bare)
+    assert notes == {"numbers": [3, 4, 5]}
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "value", "said"),
+    [
+        ("routes", 5, 9, "another digest"),
+        ("routes_digests", 0, 1, "another digest"),
+        ("routes_shapes", 3, 3, "routes that are not of their shapes"),
+        ("kept_ends", 11, 6, "kept sets"),
+        ("kept_ends", 0, 0, "kept sets"),
+        ("kept_ids", 0, -1, "kept sets"),
+    ],
+)
+def test_routes_and_kept_sets_that_do_not_belong_to_their_tokens_are_refused(
+    written: Path, name: str, at: int, value: int, said: str
+) -> None:
+    arrays = load_file(written)
+    arrays[name][at] = value
+    path = written.with_name("other.safetensors")
+    save_file(arrays, path, {"format": groups_file.FORMAT, "blake2b": groups_file._checksum(arrays)})
+    with pytest.raises(UnusableCheckpointError, match=said):
+        read_groups(path, dict)
+
+
+@pytest.mark.parametrize("rows", [10, 12])
+def test_routes_of_another_number_of_tokens_are_refused(tmp_path: Path, rows: int) -> None:
+    shifted = replace(sample("train:1", 0, 9), routes=routes(rows + 1))
+    write_groups(tmp_path / "groups", [Group(Prompt("train:1", (5, 6, 7), "", ""), (shifted,))])
+    with pytest.raises(UnusableCheckpointError, match=f"routes of {rows} tokens, for a sequence of 12"):
+        read_groups(tmp_path / "groups", dict)
+
+
 @fuzz
 @given(data=st.data())
 def test_damaged_bytes_are_refused(written: Path, data: st.DataObject) -> None:
@@ -277,6 +348,9 @@ def read_changed(written: Path, arrays: dict[str, np.ndarray]) -> None:
     for group in found:
         assert len(group.scores) in (0, len(group.samples))
         assert all(len(s.tokens) == len(s.logprobs) == len(s.versions) for s in group.samples)
+        prompt = len(group.prompt.tokens)
+        assert all(s.routes.tokens == max(prompt + len(s.tokens) - 1, 0) for s in group.samples if s.routes)
+        assert all(len(s.kept.ends) == len(s.tokens) for s in group.samples if s.kept)
         for agent, tokens in ((s.agent, len(s.tokens)) for s in group.samples if s.agent):
             assert sum(turn.tokens for turn in agent.turns) == tokens
             assert sum(int(branch.trained.sum()) for branch in agent.branches) == tokens

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megagrpo.cluster.engines import make_engine
 from megagrpo.errors import EngineError, Problem
+from megagrpo.recipe.schema import SglangConfig
 from megagrpo.rollout.engine import Engine, EngineSpec
 from megagrpo.rollout.sglang import server
-from megagrpo.rollout.sglang.arguments import cpu_cache_tokens
-from megagrpo.rollout.sglang.client import Answer, Endpoint, RequestGate, SglangClient
-from megagrpo.rollout.sglang.engine import SglangEngine
+from megagrpo.rollout.sglang.arguments import cpu_cache_tokens, server_arguments, sglang_problems
+from megagrpo.rollout.sglang.client import Answer, Endpoint, RequestGate, ServedRoutes, SglangClient
+from megagrpo.rollout.sglang.engine import AS_STARTED, SglangEngine, check_server
+from megagrpo.routes import Routes, RouteSizes
 from megagrpo.types import SamplingParams
+from megagrpo.weights.families import read_architecture
 from tests.rollout_engines import generate, request
-from tests.tiny_run import recipe_with
+from tests.tiny_run import EXPERTS, make_model, recipe_with
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -90,7 +97,7 @@ def test_a_response_that_is_given_back_at_its_end_has_ended(tokens: list[int], f
     [("{}", 16), ("{a: {files: [{path: a.jsonl}]}}", 16), ("{a: {files: [{path: a}], response_tokens_max: 40}}", 40)],
 )
 def test_a_server_has_room_for_the_longest_response_of_training_and_evaluation(
-    monkeypatch: pytest.MonkeyPatch, sets: str, longest: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sets: str, longest: int
 ) -> None:
     started: list[dict[str, Any]] = []
 
@@ -101,6 +108,80 @@ def test_a_server_has_room_for_the_longest_response_of_training_and_evaluation(
     monkeypatch.setattr(server, "Server", start)
     recipe = recipe_with("rollout.engine=sglang", f"eval.sets={sets}")
     with pytest.raises(EngineError, match="no server"):
-        make_engine(EngineSpec(recipe, 0, "model", "model", "cpu"))
+        make_engine(EngineSpec(recipe, 0, str(make_model(tmp_path / "model")), "model", "cpu"))
     room = cpu_cache_tokens(recipe.rollout.requests_at_once, recipe.data.prompt_tokens_max + longest)
     assert started[0]["max_total_tokens"] == room
+
+
+@pytest.mark.parametrize(
+    ("config", "override", "keeps_weights", "returned"),
+    [
+        (EXPERTS, "algorithm.routing=auto", False, True),
+        (EXPERTS, "algorithm.routing=own", False, False),
+        (EXPERTS, "algorithm.routing=replay", True, False),
+        ({}, "algorithm.routing=auto", False, False),
+    ],
+    ids=["experts", "their own", "of evaluations alone", "dense"],
+)
+def test_a_server_is_started_to_return_routes_if_they_are_replayed(
+    tmp_path: Path, config: dict[str, Any], override: str, keeps_weights: bool, returned: bool
+) -> None:
+    path = str(make_model(tmp_path / "model", **config))
+    recipe = recipe_with("rollout.engine=sglang", override)
+    spec = EngineSpec(recipe, 0, path, path, "cpu", keeps_weights=keeps_weights)
+    assert server_arguments(spec.server).get("enable_return_routed_experts", False) == returned
+    (problem,) = sglang_problems(SglangConfig(enable_return_routed_experts=True), plan_only=True)
+    assert problem.fix == "set algorithm.routing"
+
+
+def test_a_server_of_others_that_returns_no_routes_is_refused_with_both_ways_out(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "model", **EXPERTS)
+    arch = read_architecture(path)
+    info = AS_STARTED | {"dp_size": 1, "dtype": "float32", "tp_size": 1, "ep_size": 1, "pp_size": 1, "attn_dp_size": 1}
+    info |= {"quantization": None, "device": "cpu"}
+    recipe = recipe_with("rollout.engine=external", "rollout.urls=['http://127.0.0.1:1']")
+    spec = EngineSpec(recipe, 0, str(path), str(path), "cpu")
+    check_server(info | {"enable_return_routed_experts": True}, spec, arch)
+    with pytest.raises(EngineError, match=r"--enable-return-routed-experts.*algorithm\.routing: own"):
+        check_server(info, spec, arch)
+
+
+def routed(experts: np.ndarray, tokens: int = 4) -> Routes | None:
+    """Reads an answer of `tokens` after a prompt of 2; the model has a dense layer and two with 8 experts."""
+    layers = ServedRoutes(RouteSizes(2, 2, 8), 3, (1, 2))
+    answer = Answer(replace(request((5, 6), SamplingParams(tokens)), index=3), routes=layers)
+    meta = {"completion_tokens": tokens, "output_token_logprobs": [[-0.5, 9, None]] * tokens, "weight_version": "4"}
+    meta |= {"finish_reason": {"type": "length"}, "routed_experts": base64.b64encode(experts.tobytes()).decode()}
+    answer.add({"output_ids": [9] * tokens, "meta_info": meta})
+    return answer.sample(lambda _tokens, _finish: "", "engine 0").routes
+
+
+def served_routes(tokens: int = 4) -> np.ndarray:
+    experts = np.arange(2 * 3 * (tokens + 1), dtype=np.int32).reshape(tokens + 1, 3, 2) % 8
+    experts[:, 0] = 0  # SGLang's for a dense layer
+    return experts
+
+
+def test_routes_of_an_answer_are_those_of_layers_with_experts() -> None:
+    routes = routed(served_routes())
+    assert routes is not None
+    assert np.array_equal(routes.experts, served_routes()[:, 1:])
+    assert routes.experts.dtype == np.uint8
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda experts: experts[1:],
+        lambda experts: np.concatenate([experts, experts[:1]]),
+        lambda experts: experts[:, 1:],
+        lambda experts: np.where(experts == 7, -1, experts),
+        lambda experts: np.where(experts == 7, 2**16 + 1, experts),
+        lambda experts: np.where(experts == 7, 6, experts),
+        lambda experts: np.where(experts == 7, 8, experts),
+    ],
+    ids=["one missing", "one too many", "without dense layers", "-1", "too large", "repeated", "of no expert"],
+)
+def test_routes_that_cannot_be_an_answers_are_errors_that_name_the_sample(change: Any) -> None:
+    with pytest.raises(EngineError, match="engine 0: sample 3 of prompt p"):
+        routed(change(served_routes()).astype(np.int32))

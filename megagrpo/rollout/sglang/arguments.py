@@ -57,6 +57,7 @@ OWNED = (
         "enable_dp_lm_head": "rollout.layout.attention_data",
         "dp_size": "rollout.engines",
         "quantization": "rollout.quantization",
+        "enable_return_routed_experts": "algorithm.routing",
     }
     | dict.fromkeys(
         (
@@ -194,6 +195,8 @@ def server_arguments(spec: ServerSpec) -> dict[str, Any]:
         "skip_tokenizer_init": not spec.answers_chats,  # token ids in, token ids out
         "incremental_streaming_output": not spec.answers_chats,  # each token of a stream comes once
     }
+    if spec.returns_routes:
+        arguments["enable_return_routed_experts"] = True
     if spec.answers_chats:
         return arguments | ({} if on_cpus else {"enable_fp32_lm_head": False})
     if not on_cpus:

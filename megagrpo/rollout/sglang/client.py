@@ -6,6 +6,7 @@ The body of /generate, and its answer, whole or in parts as they are sampled, ar
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import threading
 import urllib.request
@@ -21,6 +22,7 @@ import numpy as np
 
 from megagrpo.errors import EngineError, Problem
 from megagrpo.rollout.requests import after_begun
+from megagrpo.routes import Routes, RouteSizes
 from megagrpo.types import FinishReason, Request, Sample
 
 CONNECT_ATTEMPTS = 3
@@ -37,10 +39,13 @@ FINISHES: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abo
 Result = TypeVar("Result")
 
 
-def generate_body(request: Request, rid: str, version: int, stops: Collection[int], *, streams: bool) -> dict[str, Any]:
+def generate_body(
+    request: Request, rid: str, version: int, stops: Collection[int], *, streams: bool, routes: bool = False
+) -> dict[str, Any]:
     """Returns the body of /generate for one sample; the answer comes in parts if it `streams`. It shares keys and
     values of its prompt only with requests of the same weight version: others' may be of other weights. With n > 1, all
     samples of a prompt would have the seed of the first, could not be aborted alone, and would be answered together.
+    `routes`: the answer is to have those of all tokens that were read, which that of an aborted request never has.
 
     stops: tokens that end every response. SGLang itself knows those of the model's files, but has no tokenizer."""
     sampling = request.sampling
@@ -48,6 +53,7 @@ def generate_body(request: Request, rid: str, version: int, stops: Collection[in
         "rid": rid,
         "input_ids": list(request.read),
         "return_logprob": True,
+        "return_routed_experts": routes,
         "extra_key": str(version),
         "stream": streams,
         "sampling_params": {
@@ -66,10 +72,11 @@ class Answer:
     """A server's answer to one request. A server with incremental_streaming_output sends each token once.
 
     `version`: of all tokens, whatever the server calls its weights; None: as the server reports for each token.
+    `routes`: the sizes of the routes that were asked for. None: there are none.
     """
 
-    def __init__(self, request: Request, version: int | None = None) -> None:
-        self.request, self._version = request, version
+    def __init__(self, request: Request, version: int | None = None, routes: ServedRoutes | None = None) -> None:
+        self.request, self._version, self._routes = request, version, routes
         self._tokens, self._logprobs = array("i"), array("f")
         self._versions: np.ndarray | None = np.zeros(0, np.int32)
         """Versions of the first tokens, as far as the server has reported. None: one is missing or is not a number."""
@@ -132,13 +139,40 @@ class Answer:
             finish = "stop"
         elif finish == "abort" and self.count == self.request.tokens_left:
             finish = "length"
-        sample = self._after_begun(versions, finish)
+        where = f"{engine}: sample {self.request.index} of prompt {self.request.prompt_id}"
+        tokens = len(self.request.read) + self.count
+        routes = None if self._routes is None else self._routes.read(meta.get("routed_experts"), where, tokens)
+        sample = self._after_begun(versions, finish, routes)
         return replace(sample, text=text_of(sample.tokens, finish))
 
-    def _after_begun(self, versions: np.ndarray, finish: FinishReason) -> Sample:
+    def _after_begun(self, versions: np.ndarray, finish: FinishReason, routes: Routes | None = None) -> Sample:
         request, known = self.request, len(versions)
         tokens, logprobs = np.array(self._tokens[:known], np.int32), np.array(self._logprobs[:known], np.float32)
-        return after_begun(request, Sample(request.prompt_id, request.index, tokens, logprobs, versions, finish, ""))
+        sample = Sample(request.prompt_id, request.index, tokens, logprobs, versions, finish, "", routes=routes)
+        return after_begun(request, sample)
+
+
+@dataclass(frozen=True)
+class ServedRoutes:
+    """The sizes of a model's routes, and of SGLang's answers, which have dense layers as well."""
+
+    sizes: RouteSizes
+    layers: int
+    with_experts: Sequence[int]  # of these, those with experts
+
+    def read(self, answer: str | None, where: str, tokens: int) -> Routes | None:
+        """Returns the routes of a sequence, from int32 [tokens read, layers, experts per token] in base64. None: the
+        answer has none, because the request was aborted. Raises EngineError if they cannot be its routes."""
+        if answer is None:
+            return None
+        values = np.frombuffer(base64.b64decode(answer), np.uint32)
+        if len(values) != (tokens - 1) * self.layers * self.sizes.per_token:
+            needed = f"{tokens - 1} tokens read x {self.layers} layers x {self.sizes.per_token}"
+            raise EngineError(Problem(where, f"{len(values)} experts in meta_info.routed_experts", needed))
+        experts = values.reshape(tokens - 1, self.layers, self.sizes.per_token)[:, self.with_experts]
+        routes = Routes.of(experts.clip(max=2**16 - 1))  # a negative one stays none of the layer's
+        self.sizes.require(routes, where, tokens)
+        return routes
 
 
 def _versions(spans: Sequence[Mapping[str, Any]], count: int) -> np.ndarray | None:

@@ -20,6 +20,7 @@ from megagrpo.rollout.sglang.client import (
     BrokenConnection,
     Endpoint,
     RequestGate,
+    ServedRoutes,
     SglangClient,
     generate_body,
 )
@@ -56,6 +57,10 @@ def check_server(info: Mapping[str, Any], spec: EngineSpec, architecture: Archit
     wanted |= {} if spec.quantization else {"quantization": None}  # ours is in config.json: SGLang may name it or not
     if architecture.experts and info.get("device") != "cpu":
         wanted |= {"moe_runner_backend": "triton"}
+    if spec.routes is not None and not info.get("enable_return_routed_experts"):
+        fix = "start the server with --enable-return-routed-experts, or set algorithm.routing: own"
+        needed = "routes of tokens, which the recipe replays"
+        raise EngineError(Problem(f"{spec.name}: the server", "enable_return_routed_experts False", needed, fix))
     if "shared_experts" in architecture.recomputes:
         wanted |= {"disable_shared_experts_fusion": True}
     wrong = {argument: info.get(argument) for argument, value in wanted.items() if info.get(argument) != value}
@@ -104,6 +109,9 @@ class SglangEngine(Engine):
         self._released: set[MemoryTag] = set()
         self._ends: dict[int, asyncio.Event] = {}
         """By ticket of a request: event that ends it with the tokens that it has. Lives on the client's loop."""
+        self._routes: ServedRoutes | None = None
+        if sizes := spec.routes:
+            self._routes = ServedRoutes(sizes, len(architecture.layers), architecture.expert_layers)
         self._answers: dict[int, Answer] = {}
         """By ticket of a request that was sent. Lives there too."""
         try:
@@ -193,8 +201,10 @@ class SglangEngine(Engine):
 
     async def _send(self, ticket: int, request: Request, end: asyncio.Event) -> Answer:
         rid = uuid.uuid4().hex
-        answer = self._answers[ticket] = Answer(request, self._fixed_version)
-        body = generate_body(request, rid, self.version, self._stops, streams=self._streams)
+        routes = self._routes if request.sampling.routes else None
+        answer = self._answers[ticket] = Answer(request, self._fixed_version, routes)
+        given = rid, self.version, self._stops
+        body = generate_body(request, *given, streams=self._streams, routes=routes is not None)
         try:
             await self._client.generate(body, answer, end, held=lambda: self._gate.held)
         except BrokenConnection:

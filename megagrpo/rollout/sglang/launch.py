@@ -19,6 +19,7 @@ Changes of SGLang 0.5.23. None changes how a model computes.
     fork_processes            multiprocessing                     a spawned process imports SGLang for ten seconds
     fill_gaps_on_cpus         vllm and torchvision, stand-ins     SGLang imports both and uses neither
     _sample_by_seed           sampling, by a hash in numpy        seeds are for attention and kernels of GPUs only
+    keep_unpinned             memory for routes on the host     it is registered with CUDA
     exchange_between_groups   attention data parallelism          it needs pinned memory and Triton
 """
 
@@ -256,6 +257,7 @@ def fill_gaps_on_cpus() -> None:
         _import_without_torchvision()
     os.environ["SGLANG_NCCL_SO_PATH"] = "none on CPUs"  # torch for CUDA brings NCCL, which SGLang would then open
     _sample_by_seed()
+    CHANGES["sglang.srt.mem_cache.pool_host.common"] = keep_unpinned
 
 
 def _import_without_torchvision() -> None:
@@ -293,6 +295,16 @@ def _sample_by_seed() -> None:
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     batch_invariant_ops.enable_batch_invariant_mode = lambda *arguments, **options: None  # Triton kernels
     sampling_hash.murmur_hash32 = murmur_hash32
+
+
+def keep_unpinned(pools: Any) -> None:
+    """Lets SGLang keep the routes of tokens (return_routed_experts) in memory that is not pinned."""
+    import torch
+
+    def allocate(dims: Sequence[int], dtype: torch.dtype, device: str, **pinned: Any) -> torch.Tensor:
+        return torch.zeros(tuple(dims), dtype=dtype, device=device)
+
+    pools.ALLOC_MEMORY_FUNCS["cpu"] = allocate
 
 
 def exchange_between_groups() -> None:
