@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -17,8 +19,17 @@ from megagrpo.errors import MegagrpoError
 from megagrpo.rollout.engine import Engine, EngineSpec
 from megagrpo.rollout.transformers_engine import TransformersEngine, load_model
 from megagrpo.types import Request, Sample, SamplingParams
+from megagrpo.weights.blocks import prepare
+from megagrpo.weights.digest import digests
+from megagrpo.weights.plan import make_plan
+from megagrpo.weights.quantizing import Quantizer
+from megagrpo.weights.sides import checkpoint
+from megagrpo.weights.transport.choice import Channel, TransportName, open_sender
+from megagrpo.weights.transport.ends import BucketSender
+from megagrpo.weights.transport.rendezvous import RendezvousHost
 from tests.tiny_models import DIMENSIONS, make_model
 from tests.tiny_run import recipe_with
+from tests.weights_oracle import Tensors
 
 END = 7
 """The end-of-sequence token of these models."""
@@ -48,6 +59,30 @@ def start_engine(path: Path, *overrides: str) -> TransformersEngine:
     """On one thread."""
     recipe = recipe_with(f"rollout.engines={os.cpu_count()}", *overrides)
     return TransformersEngine(EngineSpec(recipe, 0, str(path), str(path), "cpu"))
+
+
+def receive(engine: Engine, directory: Path, version: int = 3) -> tuple[BucketSender, Tensors]:
+    """Brings the weights of a directory with one file into the engine, quantised if it is; verifies and commits them.
+    Returns the sender, open, and the tensors that it has sent."""
+    held, tensors = checkpoint.manifests(directory), load_file(directory / "model.safetensors")
+    (source,), preparation = prepare(held, engine.manifests())
+    if preparation:
+        tensors = Quantizer(held[0], preparation, 0).quantized(tensors, {})
+    plan = make_plan([source], engine.manifests())
+    host = RendezvousHost("127.0.0.1", timeout_seconds=200)
+    channel = Channel(TransportName.SHARED_MEMORY, host.rendezvous, bucket_bytes=4096)
+    sender = open_sender(channel, plan, 0)
+    assert isinstance(sender, BucketSender)
+    engine.connect(plan, [0], channel)
+    host.open(version, [0])
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(sender.send, version, tensors)
+        engine.begin_update(version)
+        engine.receive(version)
+        sending.result()
+    assert engine.end_update(version) == [digests(tensors, source.placements)]
+    engine.commit_update(version)
+    return sender, tensors
 
 
 def request(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,6 +80,19 @@ def named_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
         biases = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")}
         weights |= {f"chunk{index}.{name}": tensor for name, tensor in (parameters | biases).items()}
     return weights
+
+
+@contextmanager
+def other_weights(parameters: Iterable[torch.nn.Parameter], weights: Iterable[Tensor]) -> Iterator[None]:
+    """Puts `weights` behind these parameters inside the block. Gradients still go to the parameters."""
+    own = [(parameter, parameter.data) for parameter in parameters]
+    try:
+        for (parameter, _), weight in zip(own, weights, strict=True):
+            parameter.data = weight
+        yield
+    finally:
+        for parameter, weight in own:
+            parameter.data = weight
 
 
 Loss = Callable[[int, Tensor], Tensor]

@@ -36,6 +36,7 @@ from megagrpo.megatron.metrics import CriticSums, MetricSums, reduce_mismatch
 from megagrpo.megatron.model import unwrapped
 from megagrpo.megatron.model_rank import ModelRank
 from megagrpo.megatron.replay import RoutesOnRank
+from megagrpo.megatron.served_weights import ServedWeights
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.processes.store import StoreAddress
 from megagrpo.rank_results import CriticMetrics, StepMetrics, TokenFigures, TokenNumbers
@@ -76,6 +77,10 @@ class TrainRank(ModelRank):
             chunks = [unwrapped(chunk) for chunk in self.policy.chunks]
             tensor, where = self.layout.tensor, self.where
             self.routes = RoutesOnRank(chunks, self.policy.architecture, sizes, tensor, where, self.device)
+        self.served: ServedWeights | None = None
+        """The policy's weights in passes that train it; None: its own."""
+        if train.quantization is not None:
+            self.served = ServedWeights(self.policy.chunks, self.policy.manifest(), self.policy.architecture)
         if algorithm.kl.coefficient > 0:
             follows = algorithm.reference.update_every_steps is not None
             self.policy.keep_reference(algorithm.reference.share if follows else None)
@@ -103,7 +108,8 @@ class TrainRank(ModelRank):
 
     def compute_old_logprobs(self) -> None:
         """Computes logprobs of the batch under the policy's current weights; they stay on this rank."""
-        logprobs = self._compute_logprobs("policy")
+        with self._as_served():
+            logprobs = self._compute_logprobs("policy")
         self.passes = replace(self.passes, before_update=logprobs, old_logprobs=logprobs)
 
     def use_rollout_logprobs_as_old(self) -> None:
@@ -216,7 +222,13 @@ class TrainRank(ModelRank):
             update.metrics.add(objective, inputs)
             return objective.loss
 
-        self.policy.compute_gradients(minibatch.packed, loss)
+        with self._as_served():
+            self.policy.compute_gradients(minibatch.packed, loss)
+
+    def _as_served(self) -> AbstractContextManager[None]:
+        """Lets the policy compute as engines do (train.quantization) inside the block."""
+        self.policy.offload.require(["parameters"])
+        return self.served.in_place_of_policy() if self.served else nullcontext()
 
     def update_reference(self) -> None:
         """Moves the reference towards the policy by the recipe's share."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +26,15 @@ from megagrpo.megatron import state
 from megagrpo.megatron.batch import Batch, Packed, ResponseTokens, TokenTensors
 from megagrpo.megatron.config import transformer_config
 from megagrpo.megatron.lora import Adapters
-from megagrpo.megatron.model import Loss, build_chunks, forward, forward_backward, named_tensors, sum_gradients
+from megagrpo.megatron.model import (
+    Loss,
+    build_chunks,
+    forward,
+    forward_backward,
+    named_tensors,
+    other_weights,
+    sum_gradients,
+)
 from megagrpo.megatron.offload import Offload
 from megagrpo.megatron.snapshot import Snapshot
 from megagrpo.megatron.state import TrainingState, parameters_of
@@ -231,17 +239,9 @@ class Reference:
         """Returns whether the reference follows the policy, and so is part of checkpoints."""
         return self._share is not None
 
-    @contextmanager
-    def in_place_of_policy(self) -> Iterator[None]:
-        """Puts the reference's weights into the policy's chunks inside the block. Only for passes without gradients."""
-        policy = [parameter.data for parameter in self._parameters.values()]
-        try:
-            for parameter, weight in zip(self._parameters.values(), self.weights, strict=True):
-                parameter.data = weight
-            yield
-        finally:
-            for parameter, weight in zip(self._parameters.values(), policy, strict=True):
-                parameter.data = weight
+    def in_place_of_policy(self) -> AbstractContextManager[None]:
+        """Puts the reference's weights into the policy's chunks inside the block."""
+        return other_weights(self._parameters.values(), self.weights)
 
     def follow(self) -> None:
         """Moves `share` of the way to the policy."""

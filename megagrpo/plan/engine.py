@@ -67,7 +67,8 @@ def memory_of_whole_model(case: Case) -> EngineMemory:
     arch, element, longest, asked = case.architecture, case.item_bytes, longest_sequence(case.grpo), asked_at_once(case)
     cache = int(asked * cache_of(arch.kinds, 1, element).of(longest))
     logits = 4 * asked * arch.vocab
-    return EngineMemory(total_parameters(arch) * element, cache, logits, asked * longest, longest, asked)
+    blocks = model_bytes(arch, 0, quantized=case.grpo.rollout.quantization is not None).total
+    return EngineMemory(total_parameters(arch) * element + int(blocks), cache, logits, asked * longest, longest, asked)
 
 
 @dataclass(frozen=True)

@@ -302,11 +302,12 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
         before_update = algorithm.computes_old_logprobs or algorithm.kl.coefficient > 0 or algorithm.critic is not None
         phases = [phase for phase in PHASES if before_update or phase != "logprobs"]
         movable = ("train.offload",) if recipe.cluster.placement == "colocated" else ()
-    with_gradients = _with_gradients(recipe, work, stage, index, sequences)
+    served = _served_weights(case, index)
+    with_gradients = _with_gradients(recipe, work, stage, index, sequences) + served
     without: list[Part] = []
     if "logprobs" in phases:
         tokens = train.logprob_tokens_per_microbatch or train.tokens_per_microbatch
-        without = _without_gradients(train, replace(work, tokens=min(tokens, _rank_tokens(case))), stage)
+        without = _without_gradients(train, replace(work, tokens=min(tokens, _rank_tokens(case))), stage) + served
     passing = max(_sum(with_gradients), _sum(without))  # the most that passes of a step allocate at once
     sizes = model_parts(case, index)
     models = [Part(name, size, _lowered_by(name, train, arch)) for name, size in sizes.items()]
@@ -376,6 +377,15 @@ def _without_gradients(train: TrainConfig, work: RankPass, stage: Stage) -> list
     given = "logprob_tokens" if train.logprob_tokens_per_microbatch else "tokens"
     lowered = (f"train.{given}_per_microbatch", "train.layout.context", "train.layout.tensor")
     return [Part("logits", logits, lowered) if logits > layer else Part("one layer", layer, lowered)]
+
+
+def _served_weights(case: Case, index: int) -> list[Part]:
+    """Returns the copy of the weights that the policy's passes compute with (train.quantization)."""
+    if case.recipe.train.quantization is None:
+        return []
+    held = rank_parameters(case.architecture, case.layout, index, case.fused_layers)
+    lowered = ("train.quantization", "train.layout.tensor", "train.layout.pipeline")
+    return [Part("weights as served", (held.dense + held.experts) * case.item_bytes, lowered)]
 
 
 def _sync_parts(case: Case, index: int, parameters: int) -> Iterator[Part]:

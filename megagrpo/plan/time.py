@@ -225,7 +225,7 @@ class Sampling:
         recipe, rollout = case.grpo, case.grpo.rollout
         devices = case.device_plan.bundles_of_engine
         given = case.architecture, rollout.layout, case.speeds, case.assumptions, case.item_bytes
-        engine = EngineSpeed(*given, quantized=rollout.quantization is not None)
+        engine = EngineSpeed(*given, quantized=rollout.multiplies_in_float8)
         blocks = len(set(devices)) if devices[0] else rollout.engines
         at_once = float(rollout.kind.requests_at_once(recipe) * math.ceil(rollout.engines / blocks))
         held = rollout.kind.memory(case)

@@ -30,6 +30,7 @@ from megagrpo.recipe.schema.rollout import RolloutConfig
 from megagrpo.recipe.schema.train import COMPILED
 from megagrpo.section import Rules, broken, problem
 from megagrpo.track.trackers import trackers_of
+from megagrpo.weights.blocks import family_problems
 from megagrpo.weights.families.architecture import Architecture
 
 TE: LayerSpec = "transformer_engine"
@@ -40,7 +41,7 @@ MUON = (
 )
 
 WITHOUT_GPUS: Rules[RolloutConfig] = {
-    "float8_without_gpus": lambda rollout: rollout.quantization,
+    "float8_without_gpus": lambda rollout: rollout.multiplies_in_float8,
     "experts_without_gpus": lambda rollout: rollout.kind.experts_need_gpus and rollout.layout.expert > 1,
 }
 
@@ -136,8 +137,9 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
     variable = rollout.api_key_variable
     if variable is not None and not plan_only and not os.environ.get(variable):
         yield problem("key_of_servers", variable=variable)
-    if not kind.splits:
-        return  # without torch, which takes a second to import
+    if not kind.splits:  # without torch, which takes a second to import
+        yield from family_problems(architecture) if architecture and rollout.quantization else ()
+        return
     device, side = _device(recipe, plan_only), kind.side  # on GPUs, more splits may be supported
     if architecture:
         heads = next(size for axis, _, size in architecture.divided() if axis == "tensor")

@@ -32,6 +32,11 @@ QUANTIZED = (
     "run with quantization: null shows."
 )
 """Text for runs with fp8 engines; benchmarks/quantization.py measured the figures."""
+SERVED = (
+    "rollout.quantization is fp8, train.quantization same_as_rollout: the trainer computes with the engines' weights,\n"
+    "so no figure is of their rounding. SGLang rounds inputs of products too, which the trainer does not."
+)
+"""Text for runs that train what fp8 engines serve."""
 CHARACTERS_BEFORE = 30
 CHARACTERS_AFTER = 10
 LINE = pydantic.TypeAdapter(MismatchRecord)
@@ -61,9 +66,9 @@ def mismatch_report(directory: Path, steps: int) -> str:
     records, recipe = read_mismatch(directory), read_yaml(directory / "recipe.yaml")
     if not records and recipe.get("kind") == "sft":
         return f"A fine-tuning run has no rollouts to compare. Its losses are in {directory / 'metrics.jsonl'}."
-    rollout = recipe.get("rollout")
-    quantized = isinstance(rollout, dict) and rollout.get("quantization") == "fp8"
-    return "\n".join([*_tables(records, steps), *(["", QUANTIZED] if quantized else [])])
+    rollout, train = ((recipe.get(section) or {}).get("quantization") for section in ("rollout", "train"))
+    note = ["", SERVED if train else QUANTIZED] if rollout else []
+    return "\n".join([*_tables(records, steps), *note])
 
 
 def read_mismatch(directory: Path) -> list[MismatchRecord]:

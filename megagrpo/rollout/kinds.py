@@ -44,6 +44,10 @@ class EngineKind:
     quantizes = False
     """True if the recipe may have rollout.quantization: the run then sends quantised weights."""
 
+    multiplies_in_float8 = False
+    """True if quantised engines multiply in float8, on GPUs that do, in place of bfloat16. False: they compute with the
+    values that blocks stand for, on any device, in the model's dtype."""
+
     returns_routes = False
     """True if samples can have the experts that the engine chose (routes.py)."""
 
@@ -115,7 +119,7 @@ class EngineKind:
 class Transformers(EngineKind):
     """The embedded engine, for CPUs and tests."""
 
-    returns_routes = True
+    returns_routes = quantizes = True
 
     def requests_at_once(self, recipe: Recipe) -> int:
         # The last bits of a product depend on its number of rows.
@@ -159,7 +163,7 @@ class External(EngineKind):
 class Sglang(External):
     """SGLang servers that the run starts and ends: the same engine and side, with options, problems and memory."""
 
-    started_by_us = starts_without_weights = quantizes = True
+    started_by_us = starts_without_weights = quantizes = multiplies_in_float8 = True
     settings = "sglang"
 
     def options(self, rollout: RolloutConfig) -> Mapping[str, Any]:

@@ -20,15 +20,17 @@ from megagrpo.rollout.read_routes import ReadRoutes
 from megagrpo.rollout.requests import nothing_sampled
 from megagrpo.tokenizer import end_tokens, load_tokenizer, response_texts
 from megagrpo.types import Request, Sample, SamplingParams
+from megagrpo.weights.blocks import manifest_of_whole, quantized_shapes, scales_of, storage_name, values_of
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.digest import digests
 from megagrpo.weights.families import FAMILIES, read_architecture
 from megagrpo.weights.families.reading import read_json
 from megagrpo.weights.plan import WeightPlan, require_own
+from megagrpo.weights.quantizing import dequantize
 from megagrpo.weights.sides.checkpoint import transformers_manifest
 from megagrpo.weights.transport.choice import Channel, open_receiver
 from megagrpo.weights.transport.ends import BucketReceiver
-from megagrpo.weights.views import model_tensors, torch_dtype
+from megagrpo.weights.views import box_view, model_tensors, torch_dtype
 
 CLOSE_SECONDS = 5.0
 """Time for a step of the model to end."""
@@ -38,7 +40,8 @@ class TransformersEngine(Engine):
     """An engine that samples in its own thread, batch after batch: the next batches take all requests that wait.
 
     The threads of a spec are a setting of the whole process. The recipe's `pause` decides what an update does to a
-    batch. retract: it ends, and its responses are resumed in the next batch.
+    batch. retract: it ends, and its responses are resumed in the next batch. Quantised, it keeps the blocks that it
+    receives, and computes with the values that they stand for, in the model's dtype.
 
     Raises ModelError if the model or the tokenizer cannot be loaded, or if the files lack any of its tensors.
     """
@@ -47,7 +50,14 @@ class TransformersEngine(Engine):
         super().__init__(spec.name)
         torch.set_num_threads(spec.threads)
         architecture, dtype = read_architecture(spec.model_directory), spec.dtype
-        self._manifest = transformers_manifest(architecture, dtype, holder=f"{spec.name} rank 0")
+        self._held = transformers_manifest(architecture, dtype, holder=f"{spec.name} rank 0")
+        self._quantized = quantized_shapes(architecture) if spec.quantization else {}
+        self._manifest = manifest_of_whole(self._held, self._quantized)
+        self._blocks = {
+            name: torch.empty(its.shape, dtype=torch_dtype(its.dtype), device=spec.device)
+            for name, its in self._manifest.storages.items()
+            if name not in self._held.storages
+        }
         self._model: Any = load_model(spec.model_directory, spec.device, dtype)
         self._tokenizer: Any = load_tokenizer(spec.tokenizer_directory)
         self._stops = end_tokens(spec.model_directory, self._tokenizer)
@@ -87,6 +97,13 @@ class TransformersEngine(Engine):
         self._receiver.receive(version)
 
     def close_update(self) -> list[Mapping[str, int]]:
+        held = model_tensors(self._model, self._held)
+        for placement in (its for its in self._held.placements if its.box.tensor in self._quantized):
+            region, view = placement.box, box_view(held[placement.storage], placement)
+            whole = replace(region, start=(0, 0), shape=self._quantized[region.tensor])
+            values, scales = (self._blocks[storage_name(of(whole))] for of in (values_of, scales_of))
+            ranges = (slice(low, low + size) for low, size in zip(region.start, region.shape, strict=True))
+            view.copy_(dequantize(values, scales, view.dtype)[tuple(ranges)])
         return [digests(self._tensors(), self._manifest.placements)]
 
     def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
@@ -200,7 +217,9 @@ class TransformersEngine(Engine):
         self._receiver = None
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return model_tensors(self._model, self._manifest)
+        """Returns the storages that syncs write."""
+        held = model_tensors(self._model, self._held)
+        return {name: its for name, its in held.items() if name in self._manifest.storages} | self._blocks
 
     def _decode(self, batch: Mapping[int, Request]) -> list[Sample]:
         """Decodes one batch of requests, by ticket, with the same sampling parameters but for max_tokens."""

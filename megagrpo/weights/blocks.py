@@ -23,7 +23,7 @@ from functools import lru_cache
 from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.boxes import Box, Manifest, Place, Placement, Storage, Topology, classes_of
 from megagrpo.weights.coverage import as_slice, uncovered
-from megagrpo.weights.families import tensors_of
+from megagrpo.weights.families import FAMILIES, tensors_of
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.families.parts.part import Role
 from megagrpo.weights.plan import WeightPlan, make_plan
@@ -61,6 +61,14 @@ def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
 def quantized_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Returns the shapes, by name, of the tensors that a quantised model has in blocks."""
     return {tensor.name: tensor.shape for tensor in tensors_of(arch) if tensor.role in QUANTIZED}
+
+
+def family_problems(arch: Architecture) -> list[Problem]:
+    """Returns the reason why models of a family cannot be quantised."""
+    if FAMILIES[arch.family].sglang.quantizes:
+        return []
+    needed = "null: its layers are not all in blocks"
+    return [Problem("rollout.quantization", f"fp8, of {arch.family}", needed, "quantization: null")]
 
 
 def in_blocks(manifest: Manifest, shapes: Shapes) -> Manifest:
@@ -110,10 +118,11 @@ def values_of(blocks: Box) -> Box:
     return replace(blocks, tensor=float8_name(blocks.tensor))
 
 
-def scales_of(blocks: Box) -> Box:
-    """Returns the box of the scales of these whole blocks: one element for each block."""
-    start = tuple(low // BLOCK for low in blocks.start)
-    return Box(scale_name(blocks.tensor), start, scale_shape(blocks.shape))
+def scales_of(part: Box) -> Box:
+    """Returns the box of the scales of all blocks that a part of a tensor touches: one element for each block."""
+    start = tuple(low // BLOCK for low in part.start)
+    ends = scale_shape([low + size for low, size in zip(part.start, part.shape, strict=True)])
+    return Box(scale_name(part.tensor), start, tuple(end - low for low, end in zip(start, ends, strict=True)))
 
 
 # --- the training ranks -----------------------------------------------------------------------------------------------
@@ -189,12 +198,23 @@ def shares_of(held: Manifest, shapes: Shapes) -> Iterator[Share]:
 
 
 def sending_manifest(held: Manifest, shapes: Shapes) -> Manifest:
-    """Returns the manifest that a training rank sends: blocks in storages of their own, the rest where it lies."""
+    """Returns the manifest that a training rank sends: its shares of the blocks, and the rest where it lies."""
+    return _with_blocks(held, shapes, (share.region for share in shares_of(held, shapes)))
+
+
+def manifest_of_whole(held: Manifest, shapes: Shapes) -> Manifest:
+    """Returns the manifest that an engine receives which holds the whole model, as `held`, and computes with the values
+    that blocks stand for: all blocks of each tensor, and the rest where it lies."""
+    return _with_blocks(held, shapes, (Box(tensor, (0, 0), shape) for tensor, shape in shapes.items()))
+
+
+def _with_blocks(held: Manifest, shapes: Shapes, regions: Iterable[Box]) -> Manifest:
+    """Returns `held` without the tensors of `shapes`, and with the blocks of `regions`, in storages of their own."""
     placements = [its for its in held.placements if its.box.tensor not in shapes]
     storages = {its.storage: held.storages[its.storage] for its in placements}
     fills = tuple(fill for fill in held.fills if fill.storage in storages)
-    for share in shares_of(held, shapes):
-        for box, dtype in ((values_of(share.region), FLOAT8), (scales_of(share.region), "float32")):
+    for region in regions:
+        for box, dtype in ((values_of(region), FLOAT8), (scales_of(region), "float32")):
             storages[storage_name(box)] = Storage(storage_name(box), box.shape, dtype)
             placements.append(_alone(box))
     return Manifest(held.holder, storages, tuple(placements), fills)

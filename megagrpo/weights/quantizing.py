@@ -6,7 +6,7 @@ to float8 loses anything, every machine gets the same bits, and quantising what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 
@@ -42,16 +42,10 @@ def quantize(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     A block at an edge may be smaller. The scale of a block with a value that is not finite is not finite.
     """
+    blocks = _touched_blocks(weights, (0, 0))
+    scales = scales_for(_largest(blocks))
     rows, columns = weights.shape
-    whole = pad(weights, (0, -columns % BLOCK, 0, -rows % BLOCK))
-    blocks = whole.view(whole.shape[0] // BLOCK, BLOCK, whole.shape[1] // BLOCK, BLOCK)
-    largest = blocks.abs().amax(dim=(1, 3), keepdim=True).float().clamp(min=SMALLEST)
-    # The smallest power of two that is not below largest / 448, by the bits of float32: 448 is 1.75 x 2^8.
-    bits = largest.view(torch.int32)
-    exponents = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000)
-    scales = torch.where(largest.isfinite(), (exponents << 23).view(torch.float32), largest)
-    values = (blocks * scales.reciprocal()).to(torch.float8_e4m3fn)
-    return values.view(whole.shape)[:rows, :columns], scales[:, 0, :, 0]
+    return _in_float8(blocks, scales).flatten(2).flatten(0, 1)[:rows, :columns], scales
 
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -59,6 +53,44 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
     rows, columns = values.shape[-2:]
     factors = scales.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[..., :rows, :columns]
     return (values.float() * factors).to(dtype)
+
+
+def largest_in_blocks(part: torch.Tensor, start: Sequence[int]) -> torch.Tensor:
+    """Returns the largest magnitude in each block that a part of a matrix touches, float32 [blocks, blocks]. `start` is
+    the part's first element in the matrix; elements outside of the part do not count."""
+    return _largest(_touched_blocks(part, start))
+
+
+def scales_for(largest: torch.Tensor) -> torch.Tensor:
+    """Returns the scales of blocks with these largest magnitudes, float32 like them."""
+    largest = largest.clamp(min=SMALLEST)
+    # The smallest power of two that is not below largest / 448, by the bits of float32: 448 is 1.75 x 2^8.
+    bits = largest.view(torch.int32)
+    exponents = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000)
+    return torch.where(largest.isfinite(), (exponents << 23).view(torch.float32), largest)
+
+
+def through_float8(part: torch.Tensor, scales: torch.Tensor, start: Sequence[int]) -> torch.Tensor:
+    """Returns the values that the float8 of a part of a matrix stands for, in its dtype: those of `quantize` and
+    `dequantize` of the whole matrix, cut. `scales` are those of the blocks that the part touches."""
+    stands_for = _in_float8(_touched_blocks(part, start), scales).float() * scales[:, None, :, None]
+    (row, column), (rows, columns) = (low % BLOCK for low in start), part.shape
+    return stands_for.flatten(2).flatten(0, 1)[row : row + rows, column : column + columns].to(part.dtype)
+
+
+def _touched_blocks(part: torch.Tensor, start: Sequence[int]) -> torch.Tensor:
+    """Returns the blocks that a part of a matrix touches, with zeros around it: [blocks, BLOCK, blocks, BLOCK]."""
+    (row, column), (rows, columns) = (low % BLOCK for low in start), part.shape
+    whole = pad(part, (column, -(column + columns) % BLOCK, row, -(row + rows) % BLOCK))
+    return whole.view(whole.shape[0] // BLOCK, BLOCK, whole.shape[1] // BLOCK, BLOCK)
+
+
+def _largest(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks.abs().amax(dim=(1, 3)).float()
+
+
+def _in_float8(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return (blocks * scales[:, None, :, None].reciprocal()).to(torch.float8_e4m3fn)
 
 
 class Quantizer:

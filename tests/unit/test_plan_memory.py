@@ -246,6 +246,37 @@ def test_a_quantised_engine_holds_what_its_manifest_says_and_ranks_make_it_in_a_
     assert made.bytes == pytest.approx((70.55e9 - 2 * 128256 * 8192) / 8, rel=1e-3)
 
 
+def test_ranks_that_train_what_is_served_hold_a_copy_of_it_in_passes() -> None:
+    linear = 70.55e9 - 2 * 128256 * 8192
+    changes: dict[str, Any] = {"rollout": {"layout": {"tensor": 8}, "quantization": "fp8"}}
+    (recipe, plain) = (
+        merged({"tensor": 8}, train={"quantization": how}, algorithm={"minibatches": 2}, **changes)
+        for how in ("same_as_rollout", None)
+    )
+    found, without = phases(held_by(recipe)), phases(held_by(plain))
+    for phase in ("logprobs", "update"):
+        copied = found[phase].pop("weights as served")
+        assert copied == pytest.approx(2 * linear / 8, rel=1e-3)
+        assert found[phase].keys() == without[phase].keys()
+    assert not any("weights as served" in parts for parts in found.values())
+    left = (parts["rollout"].get("kept by torch's allocator", 0) for parts in (found, without))
+    assert next(left) - next(left) == copied
+
+
+def test_an_embedded_engine_that_is_quantised_holds_the_blocks_beside_the_model() -> None:
+    arch = known_model(QWEN_HALF_B)
+    plain, quantized = (
+        next(
+            part.bytes
+            for part in held_by(merged(rollout={"engine": "transformers", "quantization": how}), arch).phases[0].parts
+            if part.name == "engine weights"
+        )
+        for how in (None, "fp8")
+    )
+    assert plain == 2 * total_parameters(arch)
+    assert quantized - plain == pytest.approx(total_parameters(arch) - arch.vocab * arch.hidden, rel=1e-3)
+
+
 def test_sglangs_own_fraction_leaves_what_it_says() -> None:
     card = 79 * 2**30
     graphs = [(4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, 8193, 512)]

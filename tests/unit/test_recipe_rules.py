@@ -32,6 +32,7 @@ DISCOUNTED = "algorithm.advantage={name: reinforce_plus_plus, discount: 0.9}"
 KL_IN_REWARD = "algorithm.kl={coefficient: 0.1, placement: reward}"
 AGENT = "agent={tools: [python]}"
 BY_TURN = "algorithm.credit=discounted"
+SERVED = ["rollout.quantization=fp8", "train.quantization=same_as_rollout"]
 CARRIES_OVER = "schedule={carry_over: 4, max_staleness: 1}"
 ODD_LENGTHS = ["rollout.response_tokens_max=15", "data.prompt_tokens_max=18"]
 APART = "cluster.placement=disaggregated"
@@ -90,7 +91,10 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("rollout.urls", ["rollout.engine=external", "rollout.urls=[http://a:1, http://b:1]"]),
     ("rollout.urls", ["rollout.engine=external", "rollout.engines=2", "rollout.urls=[http://a:1, http://a:1]"]),
     ("rollout.urls", ["rollout.engine=external", "rollout.urls=['http://[x']"]),
-    ("rollout.quantization", ["rollout.quantization=fp8"]),
+    ("rollout.quantization", ["rollout.quantization=fp8", *EXTERNAL]),
+    ("train.quantization", ["train.quantization=same_as_rollout"]),
+    ("train.quantization", [*SERVED, "train.lora={}"]),
+    ("train.overlap", [*SERVED, "train.overlap=[gradients, parameters]"]),
     ("cluster.device", [*SGLANG, "rollout.quantization=fp8", "cluster.device=cpu"]),
     ("cluster.gpu", [*SGLANG, "rollout.quantization=fp8", "cluster.gpu=B200"]),
     ("model.dtype", [*SGLANG, "rollout.quantization=fp8", "model.dtype=float32"]),

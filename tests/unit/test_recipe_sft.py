@@ -51,6 +51,7 @@ def path(tmp_path: Path) -> Path:
         ("train.tokens_per_microbatch", ["data.tokens_max=65"]),
         ("train.tokens_per_microbatch", ["data.tokens_max=66", "train.tokens_per_microbatch=33", CONTEXT]),
         ("train.offload", ["train.offload=[optimizer]"]),
+        ("train.quantization", ["train.quantization=same_as_rollout"]),
         ("train.logprob_tokens_per_microbatch", ["train.logprob_tokens_per_microbatch=640"]),
         ("cluster.placement", ["cluster.placement=disaggregated"]),
         ("cluster.engine_devices", ["cluster.engine_devices=1"]),

@@ -115,15 +115,20 @@ def test_a_token_is_shown_in_one_line_and_one_that_is_not_a_number_comes_first(
     assert worst.endswith(r"a\nb【\x1b[31m】\t")
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8"])
-def test_the_report_says_what_rounding_in_engines_alone_has_made(tmp_path: Path, quantization: str | None) -> None:
+@pytest.mark.parametrize(("quantization", "trained"), [(None, None), ("fp8", None), ("fp8", "same_as_rollout")])
+def test_the_report_says_what_rounding_in_engines_alone_has_made(
+    tmp_path: Path, quantization: str | None, trained: str | None
+) -> None:
     recipe = tracked_recipe(tmp_path)
     rollout = recipe.rollout.model_copy(update={"quantization": quantization})
-    recipe = recipe.model_copy(update={"rollout": rollout})
+    train = recipe.train.model_copy(update={"quantization": trained})
+    recipe = recipe.model_copy(update={"rollout": rollout, "train": train})
     (tmp_path / "recipe.yaml").write_text(to_text(recipe.model_dump(mode="json")))
     write(tmp_path, RECORD)
-    found = re.search(r"mean\s+(\S+),\s+p99 (\S+), k3 (\S+) ", mismatch_report(tmp_path, 5))
-    assert (found is None) == (quantization is None)
+    report = mismatch_report(tmp_path, 5)
+    found = re.search(r"mean\s+(\S+),\s+p99 (\S+), k3 (\S+) ", report)
+    assert (found is None) == (quantization is None or trained is not None)
+    assert ("computes with the engines' weights" in report) == (trained is not None)
     if found:
         page = (Path(__file__).parents[2] / "docs" / "mismatch.md").read_text()
         mean, p99, k3 = found.groups()

@@ -19,6 +19,7 @@ from megagrpo.rollout.kinds import ENGINES
 from tests import plans
 from tests.tiny_run import make_run, recipe_with
 from tests.toy_engine import MEMORY, Toy
+from tests.weights_oracle import moe_architecture
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megagrpo"
 MAY_NAME_ENGINES = ("rollout", "importing", "doctor")
@@ -40,6 +41,13 @@ def test_a_kind_is_planned_with_the_memory_that_it_states_and_refused_by_its_sid
     split = rollout.model_copy(update={"layout": EngineLayoutConfig(tensor=2)})
     (problem,) = engine_problems(given.model_copy(update={"rollout": split}), plan.architecture, plan_only=True)
     assert "toy" in problem.where
+
+
+def test_an_embedded_engine_is_not_quantised_for_families_that_are_not_all_in_blocks() -> None:
+    quantized = recipe_with("rollout.quantization=fp8")
+    assert not list(engine_problems(quantized, moe_architecture(), plan_only=True))
+    (problem,) = engine_problems(quantized, moe_architecture(family="gpt_oss"), plan_only=True)
+    assert "not all in blocks" in str(problem)
 
 
 @pytest.mark.timeout(300)

@@ -12,21 +12,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megagrpo.errors import EngineError
 from megagrpo.recipe.schema.run import Pause
 from megagrpo.rollout.engine import Engine, EngineState
-from megagrpo.rollout.transformers_engine import TransformersEngine
+from megagrpo.rollout.transformers_engine import TransformersEngine, load_model
 from megagrpo.types import Request, Sample, SamplingParams
-from megagrpo.weights.digest import digests
-from megagrpo.weights.plan import make_plan
-from megagrpo.weights.sides import checkpoint
-from megagrpo.weights.transport.choice import Channel, TransportName, open_sender
-from megagrpo.weights.transport.rendezvous import RendezvousHost
-from tests.rollout_engines import generate, model_directory, request, start_engine
+from megagrpo.weights.blocks import quantized_shapes
+from megagrpo.weights.families import read_architecture
+from tests.distributed.step_case import in_checkpoint
+from tests.rollout_engines import generate, model_directory, receive, request, start_engine
 from tests.toy_engine import ToyEngine
+from tests.unit.test_weights_blocks import stands_for
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 ASKED = [request([5, 6, 7, 8], GREEDY)]
@@ -38,25 +36,11 @@ def test_received_weights_are_digested_and_then_sampled_from(family: str, tmp_pa
     engine: Engine = start_engine(old)
     (before,) = generate(engine, ASKED)
 
-    (source,) = checkpoint.manifests(new)
-    tensors = load_file(new / "model.safetensors")
-    plan = make_plan([source], engine.manifests())
-    host = RendezvousHost("127.0.0.1", timeout_seconds=200)
-    channel = Channel(TransportName.SHARED_MEMORY, host.rendezvous, bucket_bytes=4096)
-    sender = open_sender(channel, plan, 0)
-    engine.connect(plan, [0], channel)
-    host.open(3, [0])
-    with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(sender.send, 3, tensors)
-        engine.begin_update(3)
-        engine.receive(3)
-        sending.result()
-    assert engine.end_update(3) == [digests(tensors, source.placements)]
+    sender, tensors = receive(engine, new)
     (buckets,) = engine.bucket_digests("model.norm.weight", [0])
     of_sender = sender.bucket_digests(tensors, "model.norm.weight", frozenset([0]))
     assert of_sender
     assert buckets == {"sent": {}, "arrived": of_sender}
-    engine.commit_update(3)
     sender.close()
 
     (after,) = generate(engine, ASKED)
@@ -65,6 +49,24 @@ def test_received_weights_are_digested_and_then_sampled_from(family: str, tmp_pa
     assert after.tokens.tolist() == expected[0, 4:].tolist()
     assert after.tokens.tolist() != before.tokens.tolist()
     assert (after.versions == 3).all()
+
+
+@pytest.mark.parametrize("family", ["phi3", "qwen3_moe"])
+def test_a_quantised_engine_computes_with_what_the_blocks_stand_for(family: str, tmp_path: Path) -> None:
+    """Matrices that transformers fuses, and stacked experts."""
+    old, new = model_directory(family, tmp_path / "old", seed=0), model_directory(family, tmp_path / "new", seed=1)
+    engine = start_engine(old, "rollout.quantization=fp8")
+    receive(engine, new)
+    arch, of_new = read_architecture(new), load_model(str(new), "cpu", "float32")
+    found, wanted = (in_checkpoint(arch)(dict(model.named_parameters())) for model in (engine._model, of_new))
+    quantized = quantized_shapes(arch)
+    for name, values in wanted.items():
+        if name in quantized:
+            values = stands_for(torch.from_numpy(values)).numpy()
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+    assert 0 < len(quantized) < len(wanted)
+    (sample,) = generate(engine, ASKED)
+    assert (sample.versions == 3).all()
 
 
 def test_nothing_is_generated_from_open_or_unverified_weights_nor_after_closing(tmp_path: Path) -> None:

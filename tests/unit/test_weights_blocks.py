@@ -71,6 +71,16 @@ def naive(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, scales
 
 
+def stands_for(weights: torch.Tensor) -> torch.Tensor:
+    """Block by block, the values that a matrix's blocks of float8 stand for."""
+    values, scales = naive(weights)
+    found = values.float()
+    for row, of_row in enumerate(scales):
+        for column, scale in enumerate(of_row):
+            found[row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK] *= scale
+    return found.to(weights.dtype)
+
+
 def assert_served(rank: int, found: Tensors, arch: Architecture, tensor: int, expert: int, checkpoint: Tensors) -> None:
     """Checks that an engine rank has the blocks of its own unquantised parameters: it cuts between them."""
     sizes = EngineLayoutConfig(tensor=tensor, expert=expert)

@@ -349,11 +349,12 @@ class Recipe(Section):
             and r.cluster.device == "cuda"
         ),
         "directory_without_files": lambda r: r.weights.directory is not None and r.transfer != "disk",
-        "float8_on_cpus": lambda r: r.rollout.quantization and r.cluster.device == "cpu",
-        "float8_on_other_gpus": lambda r: r.rollout.quantization and r.cluster.gpu not in (None, *FLOAT8_GPUS),
         "own_routes_without_replay": lambda r: (
             r.algorithm.routing == "own" and r.rollout.mismatch.own_routes_every_steps is not None
         ),
-        "float8_of_float32": lambda r: r.rollout.quantization and r.model.dtype == "float32",
+        "float8_on_cpus": lambda r: r.rollout.multiplies_in_float8 and r.cluster.device == "cpu",
+        "float8_on_other_gpus": lambda r: r.rollout.multiplies_in_float8 and r.cluster.gpu not in (None, *FLOAT8_GPUS),
+        "float8_of_float32": lambda r: r.rollout.multiplies_in_float8 and r.model.dtype == "float32",
         "float8_through_files": lambda r: r.rollout.quantization and r.weights.transfer == "disk",
+        "training_of_what_is_not_quantised": lambda r: r.train.quantization and not r.rollout.quantization,
     }

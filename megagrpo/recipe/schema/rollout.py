@@ -185,9 +185,10 @@ class RolloutConfig(Section):
     """Longest time that a run waits for an engine while all have failed and none has started again."""
 
     quantization: Literal["fp8"] | None = None
-    """fp8: SGLang servers hold linear layers and experts in float8, in blocks of 128 x 128 with a scale each, and
-    multiply in float8. Each sync quantises the trainer's bfloat16 weights. For Hopper and Ada GPUs. Half the memory and
-    the bytes of a sync, and a larger mismatch with the trainer."""
+    """fp8: linear layers and experts are in float8, in blocks of 128 x 128 with a scale each, quantised in each sync.
+    SGLang servers multiply bfloat16 models in float8, on Hopper and Ada GPUs: half the memory and the bytes of a sync.
+    The embedded engine computes with the values of the blocks in the model's dtype, on any device, to try it out. The
+    mismatch with the trainer is larger; see train.quantization."""
 
     dynamic_sampling: DynamicSamplingConfig | None = None
     """Replace groups without signal by new prompts before training. Off unless given."""
@@ -202,6 +203,11 @@ class RolloutConfig(Section):
     @property
     def kind(self) -> EngineKind:
         return ENGINES[self.engine]
+
+    @property
+    def multiplies_in_float8(self) -> bool:
+        """Returns whether engines compute in float8, not only with weights that were rounded to it."""
+        return self.quantization is not None and self.kind.multiplies_in_float8
 
     @property
     def devices_of_engine(self) -> int:

@@ -116,6 +116,7 @@ class SftRecipe(Section):
         "logprob_tokens_of_sft": lambda r: r.train.logprob_tokens_per_microbatch is not None,
         **TRAINING_RULES,
         "offload_of_sft": lambda r: r.train.offload,
+        "quantization_of_sft": lambda r: r.train.quantization,
         "placement_of_sft": lambda r: r.cluster.placement != "colocated",
         "engine_devices_of_sft": lambda r: r.cluster.engine_devices is not None,
         "batches_of_sft": lambda r: r.checkpoint.keep_batches,

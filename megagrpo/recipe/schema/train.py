@@ -190,6 +190,11 @@ class TrainConfig(Section):
     recompute: Literal["none", "selective", "full"] | RecomputeConfig = "none"
     """Activations recomputed in the backward pass: none, selective (the attention core), full (all layers), or some."""
 
+    quantization: Literal["same_as_rollout"] | None = None
+    """same_as_rollout: passes of the policy compute, in the model's dtype, with the values of the blocks that quantised
+    engines hold (rollout.quantization), bit for bit. Gradients go to the weights themselves, as if nothing had been
+    rounded. The reference and a critic stay as they are. Takes a copy of the weights during these passes."""
+
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
     """Megatron's layers: transformer_engine's fused ones, or its local ones. auto: the former where Transformer Engine
     is installed and has fused attention on the card (docs/gpu.md), without adapters."""
@@ -242,6 +247,8 @@ class TrainConfig(Section):
         "overlap_without_distributed_optimizer": lambda t: "parameters" in t.overlap and not t.distributed_optimizer,
         "muon_on_adapters": lambda t: t.lora is not None and t.optimizer.kind == "muon",
         "adapters_on_fused_layers": lambda t: t.lora is not None and t.layer_spec == "transformer_engine",
+        "quantization_with_adapters": lambda t: t.quantization is not None and t.lora is not None,
+        "quantization_of_overlapped_parameters": lambda t: t.quantization is not None and "parameters" in t.overlap,
         "moe_act_with_adapters": lambda t: t.lora is not None and "moe_act" in t.recomputed.modules,
         "moe_act_of_local_layers": lambda t: (
             t.lora is None and t.layer_spec == "local" and "moe_act" in t.recomputed.modules

@@ -31,7 +31,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from megagrpo.errors import ModelError, Problem
-from megagrpo.weights.blocks import in_blocks, quantized_shapes
+from megagrpo.weights.blocks import family_problems, in_blocks, quantized_shapes
 from megagrpo.weights.boxes import Box, Fill, Manifest, Placement, Storage
 from megagrpo.weights.families import FAMILIES, renamed
 from megagrpo.weights.families.architecture import Architecture
@@ -130,9 +130,7 @@ def split_problems(
     problems = _size_problems(arch, layout, device)
     if problems or quantization is None:
         return problems
-    if not FAMILIES[arch.family].sglang.quantizes:
-        return [Problem(f"{arch.family} on SGLang", "rollout.quantization", "null: its layers are not all in blocks")]
-    return list(_block_problems(arch, layout))
+    return family_problems(arch) or list(_block_problems(arch, layout))
 
 
 def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list[Problem]:
