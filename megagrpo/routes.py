@@ -87,7 +87,8 @@ def token_digests(experts: np.ndarray, tokens: np.ndarray, layers: np.ndarray) -
     pieces = np.stack([(weights >> np.uint64(start)) & PIECE for start in PIECES], 1).astype(np.float64)
     sums = np.zeros(len(experts), np.uint64)
     for first in range(0, len(experts), ROWS_AT_ONCE):
-        rows = experts[first : first + ROWS_AT_ONCE].reshape(-1, len(weights)).astype(np.float64) + 1
+        some = experts[first : first + ROWS_AT_ONCE]
+        rows = some.reshape(len(some), len(weights)).astype(np.float64) + 1
         for start, of_piece in zip(PIECES, (rows @ pieces).T, strict=True):
             sums[first : first + len(rows)] += of_piece.astype(np.uint64) << np.uint64(start)
     return sums * _odd(tokens, 1)
