@@ -212,7 +212,7 @@ def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: i
     """
     recipe, policy = run.recipe, run.policy
     if recipe.algorithm.routing == "replay":
-        require_routes(groups, rows)
+        rows = with_routes(groups, rows)
     sequences = train_sequences(groups, rows)
     if not sequences:
         return []
@@ -240,16 +240,23 @@ def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: i
     return batches
 
 
-def require_routes(groups: Sequence[Group], rows: np.ndarray) -> None:
-    """Raises EngineError if one of the chosen rows (bool [rows]) has no routes."""
+def with_routes(groups: Sequence[Group], rows: np.ndarray) -> np.ndarray:
+    """Returns the chosen rows (bool [rows]) that have routes. A server sends none for a response that ends as it is
+    taken back. Raises EngineError if no chosen row has them."""
     samples = [(group, sample) for group in groups for sample in group.samples]
-    for row in np.flatnonzero(rows):
-        group, sample = samples[row]
-        branches = branches_of(np.array(group.prompt.tokens), sample)
-        if any(branch.routes is None and branch.trained.any() for branch in branches):
-            where = f"sample {sample.index} of prompt {group.prompt.id}"
-            fix = "algorithm.routing: auto lets the trainer's routers choose for such samples, and counts them"
-            raise EngineError(Problem(where, "no routes", "those of every token, for algorithm.routing: replay", fix))
+    has = np.array([rows[row] and has_routes(group, sample) for row, (group, sample) in enumerate(samples)], bool)
+    if rows.any() and not has.any():
+        group, sample = samples[int(rows.argmax())]
+        where = f"sample {sample.index} of prompt {group.prompt.id}, and all others of the step"
+        fix = "algorithm.routing: auto lets the trainer's routers choose for such samples, and counts them"
+        raise EngineError(Problem(where, "no routes", "those of every token, for algorithm.routing: replay", fix))
+    return has
+
+
+def has_routes(group: Group, sample: Sample) -> bool:
+    """Returns whether all trained tokens of a sample have routes."""
+    branches = branches_of(np.array(group.prompt.tokens), sample)
+    return all(branch.routes is not None or not branch.trained.any() for branch in branches)
 
 
 def advantage_inputs(recipe: Recipe, groups: Sequence[Group]) -> AdvantageInputs:

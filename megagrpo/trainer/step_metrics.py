@@ -27,7 +27,7 @@ from megagrpo.track.jsonl import MISMATCH_FIGURES, MismatchRecord, WorstToken
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.batches import Sampled, branches_of
 from megagrpo.trainer.run import TrainRun
-from megagrpo.trainer.step import Trained, baselines_of, with_signal
+from megagrpo.trainer.step import Trained, baselines_of, has_routes, with_signal
 from megagrpo.types import AgentRun, Group, Score
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ def step_metrics(
     if trained.memory_peak is not None:
         metrics["memory/allocated_max/update"] = float(trained.memory_peak)
     if trained.policy is not None:
-        metrics |= {"lr": trained.lr} | update_metrics(trained.policy) | route_metrics(trained.policy, trained.batches)
+        metrics |= {"lr": trained.lr} | update_metrics(trained.policy)
+        metrics |= route_metrics(trained.policy, trained.batches, sampled.groups)
         if trained.policy.kl is not None:
             metrics["kl/coefficient"] = kl_coefficient
     return {**metrics, **sampled.metrics, "weights/version": float(step)}
@@ -174,7 +175,7 @@ def update_metrics(update: StepMetrics) -> dict[str, float]:
     return metrics
 
 
-def route_metrics(update: StepMetrics, batches: Sequence[RankBatch]) -> dict[str, float]:
+def route_metrics(update: StepMetrics, batches: Sequence[RankBatch], groups: Sequence[Group]) -> dict[str, float]:
     """Returns metrics of routing replay; {} without it."""
     if (differences := update.route_differences) is None:
         return {}
@@ -186,7 +187,9 @@ def route_metrics(update: StepMetrics, batches: Sequence[RankBatch]) -> dict[str
         for sequence in microbatch.sequences
     ]
     replayed = count_response_tokens([sequence for sequence in sequences if sequence.routes is not None])
+    ended = [(group, sample) for group in groups for sample in group.samples if sample.finish != "abort"]
     metrics = {
+        "routes/missing": float(sum(not has_routes(group, sample) for group, sample in ended)),
         "routes/replayed_share": replayed / max(count_response_tokens(sequences), 1),
         "routes/differ_share/mean": float(np.mean(differences)),
         "routes/differ_share/max": max(differences),

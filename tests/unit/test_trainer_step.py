@@ -33,10 +33,10 @@ from megagrpo.trainer.step import (
     baselines_of,
     critic_learning_rate,
     policy_learning_rate,
-    require_routes,
     sample,
     solved_prompts,
     train_sequences,
+    with_routes,
     with_signal,
 )
 from megagrpo.types import Group, Prompt
@@ -285,7 +285,7 @@ def test_groups_without_signal_stay_where_they_count(override: str) -> None:
     assert run.policy.rows == [row for row in range(16) if row != 7]
 
 
-def test_routes_go_with_the_sequences_and_their_lack_is_refused_if_replay_is_asked_for() -> None:
+def test_routes_go_with_the_sequences_and_rows_without_them_are_left_out_by_replay() -> None:
     prompt = Prompt("p0", (1, 2, 3), "sums", "4")
     (group,) = FakeRollouts(2).generate([prompt], 1)
     sample, other = group.samples
@@ -296,9 +296,10 @@ def test_routes_go_with_the_sequences_and_their_lack_is_refused_if_replay_is_ask
     assert first.routes is not None
     assert (first.routes.experts == routes.experts).all()
     assert second.routes is None
-    require_routes([routed], np.array([True, False]))
+    assert with_routes([routed], np.ones(2, bool)).tolist() == [True, False]
+    assert not with_routes([routed], np.zeros(2, bool)).any()
     with pytest.raises(EngineError, match=f"sample {other.index} of prompt {group.prompt.id}"):
-        require_routes([routed], np.array([True, True]))
+        with_routes([routed], np.array([False, True]))
 
 
 def test_kl_in_the_reward_is_subtracted_from_scores_and_not_in_the_loss() -> None:
