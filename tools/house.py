@@ -34,10 +34,10 @@ BUDGETS = {
     ("megatron",): 4_739,
     ("layout", "batching", "algorithm"): 2_734,
     ("checkpoint", "convert"): 2_413,
-    ("rollout",): 3_596,
+    ("rollout",): 3_603,
     ("cluster",): 3_348,
     ("trainer", "evaluation"): 4_297,
-    ("recipe", "preflight", "doctor"): 5_562,
+    ("recipe", "preflight", "doctor"): 5_566,
     ("plan",): 4_947,
     ("data",): 2_708,
     ("reward",): 7_663,
@@ -50,7 +50,7 @@ LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=336),
-    "tests": Limits(lines=55_517, lines_of_file=600, files=None),
+    "tests": Limits(lines=55_519, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (15, 6), "A metric's walk": (5, 3)}

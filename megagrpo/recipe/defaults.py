@@ -46,7 +46,7 @@ def replayed_routes(recipe: Recipe, arch: Architecture) -> RouteSizes | None:
 
 def replays_routes(recipe: Recipe) -> bool:
     """Returns whether routes are replayed if the model has experts."""
-    return recipe.algorithm.routing != "own" and recipe.rollout.kind.returns_routes
+    return recipe.algorithm.routing != "own" and recipe.rollout.kind.returns_routes(recipe.rollout)
 
 
 def device_here(recipe: AnyRecipe) -> str:

@@ -48,9 +48,6 @@ class EngineKind:
     """True if quantised engines multiply in float8, on GPUs that do, in place of bfloat16. False: they compute with the
     values that blocks stand for, on any device, in the model's dtype."""
 
-    returns_routes = False
-    """True if samples can have the experts that the engine chose (routes.py)."""
-
     settings: str | None = None
     """Name of the section of `rollout` that has the settings of its servers, which recipes of other kinds leave out."""
 
@@ -61,6 +58,10 @@ class EngineKind:
     def requests_at_once(self, recipe: Recipe) -> int:
         """Returns the number of responses that an engine decodes in one batch: rollout.requests_at_once or fewer."""
         return recipe.rollout.requests_at_once
+
+    def returns_routes(self, rollout: RolloutConfig) -> bool:
+        """Returns whether samples can have the experts that an engine chose (routes.py)."""
+        return False
 
     def keeps_prefixes(self, rollout: RolloutConfig) -> bool:
         """Returns whether an engine caches the tokens of earlier requests."""
@@ -119,7 +120,10 @@ class EngineKind:
 class Transformers(EngineKind):
     """The embedded engine, for CPUs and tests."""
 
-    returns_routes = quantizes = True
+    quantizes = True
+
+    def returns_routes(self, rollout: RolloutConfig) -> bool:
+        return True
 
     def requests_at_once(self, recipe: Recipe) -> int:
         # The last bits of a product depend on its number of rows.
@@ -138,7 +142,10 @@ class External(EngineKind):
     """SGLang servers that run already. The recipe does not know their options."""
 
     started_by_us = False
-    streams = splits = experts_need_gpus = reads_files = returns_routes = True
+    streams = splits = experts_need_gpus = reads_files = True
+
+    def returns_routes(self, rollout: RolloutConfig) -> bool:
+        return rollout.layout.pipeline == 1  # SGLang's first stage answers, with 0 for the layers of others
 
     def keeps_prefixes(self, rollout: RolloutConfig) -> bool:
         return not self.options(rollout).get("disable_radix_cache")

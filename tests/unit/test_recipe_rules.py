@@ -178,6 +178,7 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("rollout.layout.tensor", [*SGLANG, "rollout.layout.tensor=2"]),
     ("rollout.layout", [*SGLANG, APART, "rollout.layout.tensor=12"]),
     ("rollout.layout.pipeline", [*SGLANG, APART, "rollout.layout={tensor: 12, pipeline: 2}"]),
+    ("algorithm.routing", [*SGLANG, APART, "rollout.layout.pipeline=2", "algorithm.routing=replay"]),
     ("cluster.engine_devices", [*EXTERNAL, APART, "cluster.engine_devices=1"]),
     ("schedule.kind", [*SGLANG, "schedule=async"]),
     ("schedule.kind", [APART, "schedule=one_step_off", "rollout.dynamic_sampling={}"]),

@@ -119,9 +119,10 @@ def test_a_server_has_room_for_the_longest_response_of_training_and_evaluation(
         (EXPERTS, "algorithm.routing=auto", False, True),
         (EXPERTS, "algorithm.routing=own", False, False),
         (EXPERTS, "algorithm.routing=replay", True, False),
+        (EXPERTS, "rollout.layout.pipeline=2", False, False),
         ({}, "algorithm.routing=auto", False, False),
     ],
-    ids=["experts", "their own", "of evaluations alone", "dense"],
+    ids=["experts", "their own", "of evaluations alone", "in stages", "dense"],
 )
 def test_a_server_is_started_to_return_routes_if_they_are_replayed(
     tmp_path: Path, config: dict[str, Any], override: str, keeps_weights: bool, returned: bool

@@ -53,8 +53,9 @@ class AlgorithmConfig(Section):
     routing: Literal["auto", "replay", "own"] = "auto"
     """Experts of a mixture that trained tokens pass. replay: those that the engine chose for each token (R3,
     arXiv:2510.11370), with the trainer's own weights; a response without routes is left out. own: those that the
-    trainer's routers choose. auto: replay where the engine can; a response without routes is routed by itself. Both
-    count such responses. Reference, critic and evaluation always route by themselves."""
+    trainer's routers choose. auto: replay where the engine can (SGLang with pipeline stages cannot); a response
+    without routes is routed by itself. Both count such responses. Reference, critic and evaluation always route by
+    themselves."""
 
     rollout_logprobs_as_old: bool = False
     """Ratios are to the engines' logprobs; the trainer's own old logprobs are not computed."""

@@ -349,6 +349,9 @@ class Recipe(Section):
             and r.cluster.device == "cuda"
         ),
         "directory_without_files": lambda r: r.weights.directory is not None and r.transfer != "disk",
+        "replay_without_routes": lambda r: (
+            r.algorithm.routing == "replay" and not r.rollout.kind.returns_routes(r.rollout)
+        ),
         "own_routes_without_replay": lambda r: (
             r.algorithm.routing == "own" and r.rollout.mismatch.own_routes_every_steps is not None
         ),
