@@ -53,6 +53,11 @@ class RouteSizes:
     per_token: int
     experts: int  # of a layer
 
+    @property
+    def token_bytes(self) -> int:
+        """Returns the bytes of a token's row, at most: Routes.of packs a sequence into one byte an expert if it can."""
+        return self.layers * self.per_token * (1 if self.experts <= 2**8 else 2)
+
     def require(self, routes: Routes, where: str, tokens: int) -> None:
         """Raises EngineError unless a sequence of `tokens` can have these routes: for another number of rows, layers or
         experts, for an expert that is not there, and for one that a token has twice."""

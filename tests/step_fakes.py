@@ -125,7 +125,7 @@ class FakePolicy:
     def update(self, advantages: Any, lr: float, kl_coefficient: float, step: int) -> Any:
         self.calls.append("update")
         self.advantages, self.kl_coefficient = advantages, kl_coefficient
-        return _Anything(kl=self.kl, correction=None, route_differences=None)
+        return _Anything(kl=self.kl, correction=None, route_differences=None, own_routes=None)
 
     def token_figures(self, lengths: np.ndarray) -> tuple[Ragged, None]:
         return ragged_zeros(lengths, np.float32), None

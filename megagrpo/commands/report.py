@@ -29,7 +29,7 @@ def add_report(commands: Commands) -> None:
     added.add_argument("--samples", type=whole_number(1, 10**9), metavar="N", help=text)
     instead = added.add_mutually_exclusive_group()
     instead.add_argument("--serve", action="store_true", help="show the page on loopback instead, and follow the run")
-    text = "print how far training and rollout logprobs differ instead, and in which tokens"
+    text = "print what proves that the trained tokens are those sampled, and how far their logprobs differ, instead"
     instead.add_argument("--mismatch", action="store_true", help=text)
     text = "print a rollout of this step as a conversation instead: its first, or that NUMBER, from 0"
     instead.add_argument("--rollout", type=_rollout, metavar="STEP[:NUMBER]", help=text)
@@ -43,14 +43,18 @@ def add_report(commands: Commands) -> None:
 
 def report(args: argparse.Namespace) -> int:
     if args.mismatch or args.rollout:
-        from megagrpo.report.text import mismatch_report, rollout_report
+        from megagrpo.report.mismatch import mismatch_report
+        from megagrpo.report.text import rollout_report
 
         if len(args.directories) > 1:
             given = f"{len(args.directories)} directories"
             raise ReportError(Problem("--rollout" if args.rollout else "--mismatch", given, "one run"))
         directory = args.directories[0]
-        print(rollout_report(directory, *args.rollout) if args.rollout else mismatch_report(directory, args.steps))
-        return 0
+        text, code = (
+            (rollout_report(directory, *args.rollout), 0) if args.rollout else mismatch_report(directory, args.steps)
+        )
+        print(text)
+        return code
     if args.serve:
         from megagrpo.report.page import serve
 

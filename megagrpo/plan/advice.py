@@ -22,7 +22,7 @@ from megagrpo.plan.plan import Plan
 from megagrpo.plan.schedules import ASYNC, ONE_STEP_OFF, allowed
 from megagrpo.plan.time import Sampling
 from megagrpo.plan.units import byte_text, second_text
-from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, plan_devices, run_directory
+from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, plan_devices, replayed_routes, run_directory
 from megagrpo.recipe.kernels import auto_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.recipe.schema.schedule import AsyncConfig, SyncConfig
@@ -347,6 +347,8 @@ def _no_room_for_batches(case: Case) -> object:
         return None
     tokens = recipe.sequence_tokens_max if recipe.agent else recipe.rollout.response_tokens_max
     of_prompt = recipe.rollout.samples_per_prompt * tokens * SAMPLED_TOKEN_BYTES
+    if sizes := replayed_routes(recipe, case.architecture):
+        of_prompt += recipe.rollout.samples_per_prompt * recipe.sequence_tokens_max * sizes.token_bytes
     size = recipe.rollout.prompts_per_step * (of_prompt + recipe.data.prompt_tokens_max * PROMPT_TOKEN_BYTES)
     return _no_room(run_directory(recipe), size * recipe.checkpoint.keep_batches, size)
 

@@ -32,7 +32,7 @@ from megagrpo.plan.parameters import (
     rank_parameters,
     stages,
 )
-from megagrpo.recipe.defaults import maps_gpu_memory
+from megagrpo.recipe.defaults import maps_gpu_memory, replayed_routes
 from megagrpo.recipe.schema import AnyRecipe, Recipe, TrainConfig
 from megagrpo.weights.families.architecture import Architecture, critic_of
 from megagrpo.weights.sides.checkpoint import read_header, weight_files
@@ -48,6 +48,8 @@ TOKEN_BYTES, RESPONSE_TOKEN_BYTES = 37, 72
 """A token of the loaded batch (four int64, a float32, a bool), and a response token on the last stage (six int64, six
 float32)."""
 
+SERVED = "weights as served"
+"""Name of the copy of the weights with train.quantization."""
 LOWERED_BY: Mapping[str, tuple[str, ...]] = {
     "parameters": ("train.layout.tensor", "train.layout.pipeline"),
     "gradients": ("train.layout.tensor", "train.layout.pipeline", "train.lora"),
@@ -313,10 +315,10 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
     models = [Part(name, size, _lowered_by(name, train, arch)) for name, size in sizes.items()]
     moved = [replace(part, lowered_by=tuple(dict.fromkeys(movable + part.lowered_by))) for part in models]
     resting = {"rollout": moved, "weight_sync": [models[0], *moved[1:]]}  # between passes; a sync has the weights back
-    offload, batch = set(train.offload), _batch(recipe, stage, sequences)
+    offload, batch = set(train.offload), list(_batch(case, stage, sequences))
     away = {"rollout": offload, "weight_sync": offload - {"parameters"}, "update": offload & {"reference"}}
     sync = list(_sync_parts(case, index, sizes["parameters"]))
-    besides = {"weight_sync": [batch, *sync], "logprobs": [batch, *without], "update": [batch, *with_gradients]}
+    besides = {"weight_sync": batch + sync, "logprobs": batch + without, "update": batch + with_gradients}
     parts_of = {}
     for phase in phases:
         parts = [part for part in resting.get(phase, models) if part.name not in away.get(phase, ())]
@@ -344,15 +346,21 @@ def _lowered_by(name: str, train: TrainConfig, arch: Architecture) -> tuple[str,
     return tuple(["train.layout.expert", *fields] if arch.experts else fields)
 
 
-def _batch(recipe: AnyRecipe, stage: Stage, sequences: int) -> Part:
-    train, grpo = recipe.train, isinstance(recipe, Recipe)
+def _batch(case: Case, stage: Stage, sequences: int) -> Iterator[Part]:
+    """Yields the loaded batch; and its routes, int16 for each token, expert and layer of the stage with experts
+    (megatron/replay.py)."""
+    recipe, train, arch = case.recipe, case.recipe.train, case.architecture
+    grpo, layout = isinstance(recipe, Recipe), case.layout
     steps = recipe.algorithm.minibatches if isinstance(recipe, Recipe) else 1
-    tokens = sequences * steps * longest_sequence(recipe) // train.layout.context
-    token_bytes = TOKEN_BYTES + (RESPONSE_TOKEN_BYTES if stage.head else 0)
+    tokens = sequences * steps * longest_sequence(recipe) // layout.context
     if (train.logprob_tokens_per_microbatch or 0) > train.tokens_per_microbatch:
-        token_bytes *= 2  # the batch again, in larger microbatches
-    per_step = "rollout.prompts_per_step" if grpo else "data.examples_per_step"
-    return Part("batch", tokens * token_bytes, ("train.layout.data", per_step))
+        tokens *= 2  # the batch again, in larger microbatches
+    token_bytes = TOKEN_BYTES + (RESPONSE_TOKEN_BYTES if stage.head else 0)
+    lowered = ("train.layout.data", "rollout.prompts_per_step" if grpo else "data.examples_per_step")
+    yield Part("batch", tokens * token_bytes, lowered)
+    if isinstance(recipe, Recipe) and (sizes := replayed_routes(recipe, arch)):
+        of_token = 2 * sizes.per_token * len({*stage.layers} & {*arch.expert_layers})
+        yield Part("routes", tokens // layout.tensor * of_token, ("train.layout.tensor", *lowered))
 
 
 def _with_gradients(recipe: AnyRecipe, work: RankPass, stage: Stage, index: int, sequences: int) -> list[Part]:
@@ -385,7 +393,7 @@ def _served_weights(case: Case, index: int) -> list[Part]:
         return []
     held = rank_parameters(case.architecture, case.layout, index, case.fused_layers)
     lowered = ("train.quantization", "train.layout.tensor", "train.layout.pipeline")
-    return [Part("weights as served", (held.dense + held.experts) * case.item_bytes, lowered)]
+    return [Part(SERVED, (held.dense + held.experts) * case.item_bytes, lowered)]
 
 
 def _sync_parts(case: Case, index: int, parameters: int) -> Iterator[Part]:

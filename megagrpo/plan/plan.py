@@ -18,6 +18,7 @@ from megagrpo.plan.case import Case, machines_of
 from megagrpo.plan.engine import EngineMemory
 from megagrpo.plan.memory import DeviceMemory, memory
 from megagrpo.plan.parameters import Stage, active_parameters, known_models, stages, total_parameters
+from megagrpo.plan.proofs import Proof, proofs_of
 from megagrpo.plan.schedules import SYNC, ScheduleTime, Work, compared, schedule_time
 from megagrpo.plan.time import Sampling, StepTime, step_time
 from megagrpo.plan.units import byte_text, second_text
@@ -131,6 +132,11 @@ class Plan(Case):
             return ()
         work = Work.of(self, self._phases)
         return tuple(schedule_time(work, schedule) for schedule in compared(self.recipe))
+
+    @cached_property
+    def proofs(self) -> tuple[Proof, ...]:
+        """Returns the proofs that what is trained is what was sampled; none of fine-tuning."""
+        return tuple(proofs_of(self, self.memory, self.time)) if isinstance(self.recipe, Recipe) else ()
 
     @property
     def scheduled(self) -> ScheduleTime | None:

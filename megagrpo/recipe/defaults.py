@@ -49,6 +49,11 @@ def replays_routes(recipe: Recipe) -> bool:
     return recipe.algorithm.routing != "own" and recipe.rollout.kind.returns_routes(recipe.rollout)
 
 
+def same_bits(recipe: Recipe) -> bool:
+    """Returns whether the trainer computes logprobs through weights with the bits that engines hold."""
+    return recipe.rollout.quantization is None or recipe.train.quantization is not None
+
+
 def device_here(recipe: AnyRecipe) -> str:
     """Returns cpu or cuda, for a run on this machine alone."""
     if recipe.cluster.device != "auto":

@@ -1,45 +1,26 @@
-"""The texts of `megagrpo report --mismatch` and `--rollout`, and the runs of a directory, for `megagrpo runs`.
+"""The text of `megagrpo report --rollout`, and the runs of a directory, for `megagrpo runs`.
 
 Reads files only, and of the metrics of listed runs only the ends: long runs are many bytes.
 """
 
 from __future__ import annotations
 
-import heapq
 import json
-import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-import pydantic
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from megagrpo.errors import Problem, ReportError, first_line, printable
-from megagrpo.report.run import read_yaml, require_directory
-from megagrpo.track.jsonl import MISMATCH_FIGURES, MISMATCH_FILE, MismatchRecord, as_number, finite
+from megagrpo.track.jsonl import as_number, finite
 from megagrpo.track.rollout_files import LEFT_OUT, ROLLOUTS, TRAIN, read_rollouts, rollout_steps
 from megagrpo.track.status import has_process, held_out_scores, last_entry, read_status
 
-WORST_SHOWN = 10
-QUANTIZED = (
-    "rollout.quantization is fp8: part of every figure is rounding in the engines. On a small model that alone made\n"
-    "mean 0.00038, p99 0.0022, k3 6e-05 (emulated on CPUs, docs/mismatch.md#float8). How much it is of your model, a\n"
-    "run with quantization: null shows."
-)
-"""Text for runs with fp8 engines; benchmarks/quantization.py measured the figures."""
-SERVED = (
-    "rollout.quantization is fp8, train.quantization same_as_rollout: the trainer computes with the engines' weights,\n"
-    "so no figure is of their rounding. SGLang rounds inputs of products too, which the trainer does not."
-)
-"""Text for runs that train what fp8 engines serve."""
-CHARACTERS_BEFORE = 30
-CHARACTERS_AFTER = 10
-LINE = pydantic.TypeAdapter(MismatchRecord)
 Json = Mapping[str, Any]
 BRANCHES = {
     "history": "these messages do not go on from an answer of this rollout",  # edited, compacted, or a sub-agent's
@@ -58,103 +39,6 @@ CONVERSATION = (
     "prompt_tokens", "tokens", "agent",
 )  # fmt: skip
 """Columns of rollout_files.SCHEMA that a conversation is made of."""
-
-
-def mismatch_report(directory: Path, steps: int) -> str:
-    """Reports the mismatch of train and rollout logprobs; tables show the last `steps` steps. Raises ReportError."""
-    require_directory(directory)
-    records, recipe = read_mismatch(directory), read_yaml(directory / "recipe.yaml")
-    if not records and recipe.get("kind") == "sft":
-        return f"A fine-tuning run has no rollouts to compare. Its losses are in {directory / 'metrics.jsonl'}."
-    rollout, train = ((recipe.get(section) or {}).get("quantization") for section in ("rollout", "train"))
-    note = ["", SERVED if train else QUANTIZED] if rollout else []
-    return "\n".join([*_tables(records, steps), *note])
-
-
-def read_mismatch(directory: Path) -> list[MismatchRecord]:
-    """Reads every whole line of the run's mismatch.jsonl; a last line that is still being written is left out.
-
-    Numbers that were not finite are NaN. Raises ReportError if there is no such file, or if it is not one of ours.
-    """
-    path = directory / MISMATCH_FILE
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-    except OSError as error:
-        needed = f"the directory of a run that has started: each writes {MISMATCH_FILE}"
-        raise ReportError(Problem(str(path), error.strerror or str(error), needed)) from error
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(LINE.validate_json(line, strict=True))
-        except pydantic.ValidationError as error:
-            first = error.errors()[0]
-            why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
-            given, needed = f"{line[:80]} ({why})", f"a line that {MISMATCH_FILE} has"
-            raise ReportError(Problem(f"{path}:{number}", given, needed)) from error
-    return records
-
-
-def _tables(records: Sequence[MismatchRecord], steps: int) -> list[str]:
-    """Returns lines of text: the last `steps` records, and the worst tokens of all records."""
-    title = "Train-versus-rollout mismatch: train logprob - rollout logprob of the trained response tokens, in nats"
-    if not records:
-        return [title, "No step has trained on any token yet."]
-    shown = records[-steps:]
-    of = f"the last {len(shown)} of {len(records)} steps" if len(shown) < len(records) else "all steps"
-    rows = [
-        [str(record.step), str(record.tokens), *(_number(getattr(record, name)) for name in MISMATCH_FIGURES)]
-        for record in shown
-    ]
-    tokens = [(record.step, token, token.difference) for record in records for token in record.worst]
-    worst = heapq.nlargest(WORST_SHOWN, tokens, key=lambda row: math.inf if math.isnan(row[2]) else row[2])
-    token_rows = [
-        [
-            str(step),
-            _number(difference),
-            _number(token.train_logprob, ".4f"),
-            _number(token.rollout_logprob, ".4f"),
-            str(token.weight_version),
-            _line(token.prompt_id),
-            str(token.sample),
-            str(token.position),
-            f"{_line(token.before)[-CHARACTERS_BEFORE:]}【{_line(token.text)}】{_line(token.after)[:CHARACTERS_AFTER]}",
-        ]
-        for step, token, difference in worst
-    ]
-    return [
-        title,
-        "",
-        f"By step ({of}; mean, p99 and max of the absolute difference):",
-        *_table(("step", "tokens", *MISMATCH_FIGURES), rows),
-        "",
-        "Worst tokens of all steps, 【marked】 in their text:",
-        *_table(
-            ("step", "difference", "train", "rollout", "version", "prompt", "sample", "position", "text"),
-            token_rows,
-            left=("prompt", "text"),
-        ),
-    ]
-
-
-def _number(value: float, form: str = ".3g") -> str:
-    return "not finite" if math.isnan(value) else f"{value:{form}}"
-
-
-def _line(text: str) -> str:
-    """Returns `text` in one line."""
-    return printable(text).replace("\n", "\\n")
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> list[str]:
-    """Returns a text table, columns two spaces apart. Columns in `left` are left-aligned, the others right-aligned."""
-    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    return [
-        "  ".join(
-            text.ljust(width) if heading in left else text.rjust(width)
-            for heading, text, width in zip(headings, row, widths, strict=True)
-        ).rstrip()
-        for row in (headings, *rows)
-    ]
 
 
 # --- a rollout as a conversation -------------------------------------------------------------------------------------

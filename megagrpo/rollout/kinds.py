@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megagrpo.recipe.schema import Recipe
     from megagrpo.recipe.schema.rollout import RolloutConfig
     from megagrpo.rollout.engine import Engine, EngineSpec, Server, ServerSpec
+    from megagrpo.weights.families.architecture import Architecture
 
 
 class EngineKind:
@@ -50,6 +51,10 @@ class EngineKind:
 
     settings: str | None = None
     """Name of the section of `rollout` that has the settings of its servers, which recipes of other kinds leave out."""
+
+    def route_bytes(self, arch: Architecture) -> float:
+        """Returns the bytes of a token's routes in a server's answer."""
+        return 0.0
 
     def options(self, rollout: RolloutConfig) -> Mapping[str, Any]:
         """Returns the arguments that the recipe gives to the servers."""
@@ -146,6 +151,9 @@ class External(EngineKind):
 
     def returns_routes(self, rollout: RolloutConfig) -> bool:
         return rollout.layout.pipeline == 1  # SGLang's first stage answers, with 0 for the layers of others
+
+    def route_bytes(self, arch: Architecture) -> float:
+        return 4 / 3 * 4 * len(arch.layers) * arch.experts_per_token  # base64 of int32, of layers without experts too
 
     def keeps_prefixes(self, rollout: RolloutConfig) -> bool:
         return not self.options(rollout).get("disable_radix_cache")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from megagrpo.errors import MachineError, Problem
 
@@ -20,7 +20,10 @@ PLAN_FILE = "plan.json"
 """The output of `megagrpo plan --json` for the recipe of the run's last start."""
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """A number of a line; null is one that was not finite, and is read as NaN."""
+Count = Annotated[int, Field(ge=0, le=10**15)]
 MISMATCH_FIGURES = ("mean", "p99", "max", "k1", "k3", "ratio_mean", "effective_share")
+OWN_ROUTES = ("mean", "p99", "max", "k3")
+"""Figures of the mismatch with the trainer's own routes."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,21 @@ class WorstToken:
 
 
 @dataclass(frozen=True)
+class StepProof:
+    """The counts of a step's trained response tokens by which it proves that what was sampled is what was trained."""
+
+    tokens: Count
+    versions: tuple[tuple[Count, Count], ...]  # weight versions in ascending order, each with its tokens
+    verified: Count  # sampled by versions that this run verified, by digest on every engine, before they sampled
+    routed: Count | None  # passed the experts that the engine chose; None: routes are not replayed
+    kept: Count | None  # have the set that they were drawn from; None: that is the whole vocabulary
+    quantization: str | None  # of the engines' weights
+    same_bits: bool  # the trainer's logprobs are of weights with the bits that the engines hold
+    route_differences: tuple[Number, ...] | None = None  # as in rank_results.StepMetrics
+    own_routes: dict[str, Number] | None = None  # OWN_ROUTES of the mismatch, had the trainer's routers chosen
+
+
+@dataclass(frozen=True)
 class MismatchRecord:
     """One line of mismatch.jsonl. MISMATCH_FIGURES are those of algorithm.mismatch.Mismatch."""
 
@@ -57,6 +75,7 @@ class MismatchRecord:
     ratio_mean: Number
     effective_share: Number
     worst: tuple[WorstToken, ...]  # largest difference first
+    proof: StepProof | None = None  # None: an earlier version wrote the line
 
 
 class StepLines:

@@ -21,6 +21,7 @@ from megagrpo.progress import progress
 from megagrpo.recipe.schema import Recipe
 from megagrpo.reward.scorer import Scorer
 from megagrpo.timeline import TIMELINE
+from megagrpo.track.jsonl import StepProof
 from megagrpo.track.rollout_writer import Learned
 from megagrpo.trainer.batches import Sampled
 from megagrpo.types import Prompt
@@ -128,3 +129,4 @@ class Step:
     sampled: Sampled = field(default_factory=lambda: Sampled([], []))
     learned: Learned | None = None  # of the samples of `sampled.groups`
     mismatch: Mismatch | None = None  # of the same rows; None: the policy was not trained
+    proof: StepProof | None = None  # as `mismatch`

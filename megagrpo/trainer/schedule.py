@@ -14,7 +14,7 @@ from megagrpo.errors import EngineError, MegagrpoError, NodeLostError, WeightSyn
 from megagrpo.trainer.batches import Sampled
 from megagrpo.trainer.run import Run, SampleSource, Step, TrainRun
 from megagrpo.trainer.step import learned_of, load, sample, solved_prompts, sync, train
-from megagrpo.trainer.step_metrics import step_metrics
+from megagrpo.trainer.step_metrics import step_metrics, step_proof
 
 
 def grpo_step(run: TrainRun, source: SampleSource, step: int, kl_coefficient: float) -> Step:
@@ -40,6 +40,7 @@ def grpo_step(run: TrainRun, source: SampleSource, step: int, kl_coefficient: fl
         sampled=sampled,
         learned=learned,
         mismatch=trained.policy.mismatch if trained.policy else None,
+        proof=step_proof(run, sampled, trained, step),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -14,19 +15,20 @@ from megagrpo.agents.turns import ToolEvent, TurnEvent
 from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.batching.rank_batches import (
     RankBatch,
+    TrainSequence,
     count_response_tokens,
     imbalance,
     packing_efficiency,
     padding_share,
 )
 from megagrpo.errors import Problem
-from megagrpo.recipe.defaults import run_directory
+from megagrpo.recipe.defaults import run_directory, same_bits
 from megagrpo.recipe.schema import MismatchConfig, Recipe, TrainConfig
 from megagrpo.reward.scorer import REACHED_LIMIT
-from megagrpo.track.jsonl import MISMATCH_FIGURES, MismatchRecord, WorstToken
+from megagrpo.track.jsonl import MISMATCH_FIGURES, OWN_ROUTES, MismatchRecord, StepProof, WorstToken
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.batches import Sampled, branches_of
-from megagrpo.trainer.run import TrainRun
+from megagrpo.trainer.run import Run, Step, TrainRun
 from megagrpo.trainer.step import Trained, baselines_of, has_routes, with_signal
 from megagrpo.types import AgentRun, Group, Score
 
@@ -179,44 +181,70 @@ def route_metrics(update: StepMetrics, batches: Sequence[RankBatch], groups: Seq
     """Returns metrics of routing replay; {} without it."""
     if (differences := update.route_differences) is None:
         return {}
-    sequences = [
-        sequence
-        for batch in batches
-        for minibatch in batch.minibatches
-        for microbatch in minibatch
-        for sequence in microbatch.sequences
-    ]
-    replayed = count_response_tokens([sequence for sequence in sequences if sequence.routes is not None])
+    sequences = sequences_of(batches)
     ended = [(group, sample) for group in groups for sample in group.samples if sample.finish != "abort"]
     metrics = {
         "routes/missing": float(sum(not has_routes(group, sample) for group, sample in ended)),
-        "routes/replayed_share": replayed / max(count_response_tokens(sequences), 1),
+        "routes/replayed_share": _routed(sequences) / max(count_response_tokens(sequences), 1),
         "routes/differ_share/mean": float(np.mean(differences)),
         "routes/differ_share/max": max(differences),
     }
     if (own := update.own_routes) is not None:
-        metrics |= {f"own_routes/{name}": getattr(own, name) for name in ("mean", "p99", "max", "k3")}
+        metrics |= {f"own_routes/{name}": getattr(own, name) for name in OWN_ROUTES}
     return metrics
+
+
+def sequences_of(batches: Sequence[RankBatch]) -> list[TrainSequence]:
+    """Returns the sequences of all data ranks, minibatches and microbatches."""
+    micros = [micro for batch in batches for minibatch in batch.minibatches for micro in minibatch]
+    return [sequence for micro in micros for sequence in micro.sequences]
+
+
+def _routed(sequences: Sequence[TrainSequence]) -> int:
+    """Counts the response tokens of sequences with routes: each token before one of them has a row."""
+    return count_response_tokens([sequence for sequence in sequences if sequence.routes is not None])
 
 
 # --- mismatch between trainer and engines -----------------------------------------------------------------------------
 
 
-def report_mismatch(
-    recipe: Recipe,
-    step: int,
-    mismatch: Mismatch | None,
-    groups: Sequence[Group],
-    tracker: Tracker,
-    decode: Callable[[Sequence[int]], str],
-) -> Problem | None:
-    """Writes the step's mismatch to mismatch.jsonl, and warns if it is above the recipe's threshold.
+def step_proof(run: TrainRun, sampled: Sampled, trained: Trained, step: int) -> StepProof | None:
+    """Counts what proves that the step trained what was sampled; None if the policy was not trained.
 
-    mismatch: None if nothing was trained. decode: turns token ids into text. Returns a problem if the run is to end.
+    An engine samples by a version only once its digests were those of the training ranks (cluster/weight_sync.py). A
+    step's newest is the one before it. Samples of another run prove nothing about this one's weights.
     """
-    if mismatch is None:
+    if (update := trained.policy) is None:
         return None
-    record = mismatch_record(step, mismatch, groups, decode)
+    recipe, sequences = run.recipe, sequences_of(trained.batches)
+    samples = [sample for group in sampled.groups for sample in group.samples]
+    by_token = np.concatenate([samples[row].versions for row in {sequence.row for sequence in sequences}])
+    versions, counts = np.unique(by_token, return_counts=True)
+    sets = [np.diff(sequence.kept.ends, prepend=0) for sequence in sequences if sequence.kept is not None]
+    own = update.own_routes
+    return StepProof(
+        tokens=count_response_tokens(sequences),
+        versions=tuple(zip(versions.tolist(), counts.tolist(), strict=True)),
+        verified=int(counts[versions < step].sum()) if isinstance(run, Run) else 0,
+        routed=None if update.route_differences is None else _routed(sequences),
+        kept=sum(map(np.count_nonzero, sets)) if recipe.rollout.narrowing else None,
+        quantization=recipe.rollout.quantization,
+        same_bits=same_bits(recipe),
+        route_differences=update.route_differences,
+        own_routes=None if own is None else {name: getattr(own, name) for name in OWN_ROUTES},
+    )
+
+
+def report_mismatch(
+    recipe: Recipe, step: int, done: Step, tracker: Tracker, decode: Callable[[Sequence[int]], str]
+) -> Problem | None:
+    """Writes the step's mismatch and proof to mismatch.jsonl, and warns if it is above the recipe's threshold.
+
+    decode: turns token ids into text. Returns a problem if the run is to end.
+    """
+    if done.mismatch is None:
+        return None
+    record = replace(mismatch_record(step, done.mismatch, done.sampled.groups, decode), proof=done.proof)
     tracker.mismatch(record)
     settings = recipe.rollout.mismatch
     excess = excess_mismatch(record, settings, run_directory(recipe))

@@ -182,7 +182,7 @@ class PolicyTraining(Training):
         tracker.rollouts(step, groups, step - 1, done.learned)
         if done.sampled.logged:
             tracker.schedule(schedule_line(step, done.sampled))
-        excess = report_mismatch(setup.recipe, step, done.mismatch, groups, tracker, setup.tokenizer.decode)
+        excess = report_mismatch(setup.recipe, step, done, tracker, setup.tokenizer.decode)
         return replace(done, failure=done.failure or (MismatchError(excess) if excess else None))
 
     def with_new_ranks(self, saved: Checkpoint | None) -> Self:

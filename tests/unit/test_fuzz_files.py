@@ -36,7 +36,7 @@ from megagrpo.convert import job
 from megagrpo.convert.targets import to_megatron
 from megagrpo.errors import MegagrpoError
 from megagrpo.recipe.load import load
-from megagrpo.track.jsonl import MISMATCH_FIGURES, MismatchRecord, WorstToken
+from megagrpo.track.jsonl import MISMATCH_FIGURES, OWN_ROUTES, MismatchRecord, StepProof, WorstToken
 from megagrpo.track.status import RunStatus
 from megagrpo.trainer.saving import checkpoint_to_resume
 from tests import report_runs, sample_runs
@@ -106,7 +106,9 @@ def make_world(patch: pytest.MonkeyPatch) -> None:
     shutil.copytree("made", RUN, dirs_exist_ok=True)
     shutil.move(f"{RUN}/eval", "eval")
     worst = WorstToken("p", 0, 0, 1, "a", "b", "c", -1.0, -2.0, 1)
-    record = asdict(MismatchRecord(1, 2, worst=(worst,), **dict.fromkeys(MISMATCH_FIGURES, 0.1)))
+    own = dict.fromkeys(OWN_ROUTES, 0.5)
+    proof = StepProof(2, ((0, 2),), 2, 2, 2, "fp8", same_bits=False, route_differences=(0.25, 0.5), own_routes=own)
+    record = asdict(MismatchRecord(1, 2, worst=(worst,), proof=proof, **dict.fromkeys(MISMATCH_FIGURES, 0.1)))
     (Path(RUN) / "mismatch.jsonl").write_text(f"{json.dumps(record)}\n" * 3)
     RunStatus("failed", 9, 6, 1.8e9, 1.9e9, "x").write(Path(RUN))
     save_training(Path(RUN) / "checkpoints", saved(model), tree)

@@ -22,17 +22,22 @@ from megagrpo.errors import EXIT_USER_ERROR, EngineError, Problem, RunStopped
 from megagrpo.recipe import schema
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.yaml12 import to_text
-from megagrpo.report.text import age, mismatch_report, read_mismatch, runs_in
+from megagrpo.report.mismatch import mismatch_report, read_mismatch
+from megagrpo.report.text import age, runs_in
 from megagrpo.track.console import longer
-from megagrpo.track.jsonl import MISMATCH_FILE, MismatchRecord, StepLines, WorstToken
+from megagrpo.track.jsonl import MISMATCH_FILE, MismatchRecord, StepLines, StepProof, WorstToken
 from megagrpo.track.status import end_state, error_line, has_process, held_out_scores, only_process_of, read_status
 from megagrpo.track.tracker import Tracker
+from megagrpo.trainer.batches import Sampled
+from megagrpo.trainer.run import Step
 from megagrpo.trainer.step_metrics import excess_mismatch, mismatch_record, report_mismatch
 from megagrpo.types import Group, Prompt, Sample
 from tests.tiny_run import CONFIG, tracked_recipe
 
 TOKEN = WorstToken("sums/3", 2, 5, 11, "12+34=", "4", "6#", -0.25, -2.5, 6)
-RECORD = MismatchRecord(7, 640, 0.001, 0.02, 2.25, 0.003, 0.0004, 1.01, 0.98, (TOKEN, replace(TOKEN, position=6)))
+PROOF = StepProof(640, ((5, 40), (6, 600)), 640, None, None, None, same_bits=True)
+WORST = (TOKEN, replace(TOKEN, position=6))
+RECORD = MismatchRecord(7, 640, 0.001, 0.02, 2.25, 0.003, 0.0004, 1.01, 0.98, WORST, PROOF)
 FIGURES = [field.name for field in fields(Mismatch) if field.name not in ("tokens", "worst")]
 FOUND = Mismatch(tokens=9, worst=(), **{name: number / 10 for number, name in enumerate(FIGURES, 1)})
 
@@ -125,7 +130,7 @@ def test_the_report_says_what_rounding_in_engines_alone_has_made(
     recipe = recipe.model_copy(update={"rollout": rollout, "train": train})
     (tmp_path / "recipe.yaml").write_text(to_text(recipe.model_dump(mode="json")))
     write(tmp_path, RECORD)
-    report = mismatch_report(tmp_path, 5)
+    report, _ = mismatch_report(tmp_path, 5)
     found = re.search(r"mean\s+(\S+),\s+p99 (\S+), k3 (\S+) ", report)
     assert (found is None) == (quantization is None or trained is not None)
     assert ("computes with the engines' weights" in report) == (trained is not None)
@@ -221,15 +226,16 @@ def test_past_the_threshold_a_run_is_warned_or_ended_and_otherwise_nothing_is_sa
     sample = Sample("a", 0, np.array([4]), np.array([-2.0]), np.array([4]), "stop", "")
     groups = [Group(Prompt("a", (1, 2, 3), "x", ""), (sample,))]
     found = replace(FOUND, worst=(TokenMismatch(0, 0, -1.7, -2.0),))
+    done = Step({}, 0, sampled=Sampled(groups, groups), mismatch=found, proof=PROOF)
     with Tracker(recipe, 10) as tracker:
-        problem = report_mismatch(recipe, 5, found, groups, tracker, str)
+        problem = report_mismatch(recipe, 5, done, tracker, str)
         printed = capsys.readouterr().out
-        assert report_mismatch(recipe, 6, None, groups, tracker, str) is None
+        assert report_mismatch(recipe, 6, Step({}, 0), tracker, str) is None
         assert capsys.readouterr().out == ""
     assert (problem is not None) == ends
     assert said in printed
     assert bool(printed) == bool(said)
-    assert [record.step for record in read_mismatch(tmp_path / "runs" / "adder")] == [5]
+    assert [(record.step, record.proof) for record in read_mismatch(tmp_path / "runs" / "adder")] == [(5, PROOF)]
 
 
 # --- `megagrpo runs`, and what a run says at its end ------------------------------------------------------------------

@@ -46,6 +46,7 @@ def plan_json(plan: Plan, search: Search | None = None) -> str:
         "lacking_bytes": plan.lacking_bytes if plan.gpus else None,
         "time": plan.time,
         "schedules": plan.schedules,
+        "proofs": plan.proofs,
         "assumptions": plan.assumed,
         "problems": impossible(plan),
         "unwise": unwise(plan),

@@ -39,6 +39,7 @@ def draw(plan: Plan, search: Search | None, console: Console) -> None:
     width = max(12, *(len(name[:30]) for name, _ in facts))
     sections: list[RenderableType | list[Text] | None] = [
         [Text(f"{name:<{width}} {text}") for name, text in facts],
+        _proofs(plan),
         *(_layout(plan), _memory(plan, marks), _time(plan, marks), _schedules(plan), _assumptions(plan)),
         _search(search) if search else None,
         [Text(f"unwise: {problem}", style="yellow") for problem in unwise(plan)],
@@ -58,6 +59,12 @@ class _Marks:
         blocks = console.encoding.startswith("utf")
         self.full, self.free, self.edge = ("█", "·", "│") if blocks else ("#", ".", "|")
         self.width = 30 if console.width >= 76 else 10
+
+
+def _proofs(plan: Plan) -> list[Text]:
+    """Returns a line for each proof, with its cost; none for fine-tuning."""
+    lines = [Text(f"{proof.name:<12} {proof.text}") for proof in plan.proofs]
+    return [_title("what is trained is what was sampled"), *lines] if lines else []
 
 
 # --- where -----------------------------------------------------------------------------------------------------------

@@ -215,6 +215,11 @@ class RolloutConfig(Section):
         return (self.layout.ranks if self.kind.splits else 1) if self.kind.started_by_us else 0
 
     @property
+    def narrowing(self) -> list[str]:
+        """Returns the fields that keep tokens from being sampled: the trainer then needs each token's kept set."""
+        return [field for field, whole in (("top_p", 1), ("top_k", 0)) if getattr(self, field) != whole]
+
+    @property
     def samples_per_step(self) -> int:
         """Returns the responses that a step asks for."""
         return self.prompts_per_step * self.samples_per_prompt
