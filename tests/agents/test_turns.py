@@ -6,8 +6,10 @@ import asyncio
 import json
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megagrpo.agents.answers import Answers
@@ -16,10 +18,14 @@ from megagrpo.agents.dialects import chat_completions
 from megagrpo.agents.dialects.chat_request import ChatRequest, Kept
 from megagrpo.agents.turns import Limits, Rollout
 from megagrpo.errors import EngineError
-from megagrpo.types import SamplingParams
+from megagrpo.types import Request, Sample, SamplingParams
 from tests.agents.families import FAMILIES, chat_of, written
+from tests.agents.policy import STOP, tokenizer
+from tests.agents.policy import chat as policy_chat
 from tests.agents.scripted import ScriptedEngine, checked
 from tests.agents.test_chat import TOOLS, answer, text
+from tests.rollout_engines import generate, routes_of, start_engine
+from tests.tiny_models import make_model
 
 PARSERS = {"mistral": "hermes", "glm": "hermes", "zephyr": "hermes"}
 """Our own ones; these templates show formats that only SGLang reads."""
@@ -115,3 +121,31 @@ def test_an_engine_that_sends_routes_of_another_number_of_tokens_is_an_error_tha
     answers.close()
     with pytest.raises(EngineError, match="turn 1 of sample 3 of prompt train:7"):
         rollout.agent_run()
+
+
+def test_routes_of_branches_are_those_of_one_pass_over_each(tmp_path: Path) -> None:
+    stop = tokenizer().convert_tokens_to_ids(STOP)
+    shape = {"vocab_size": len(tokenizer()), "eos_token_id": stop, "max_position_embeddings": 4096}
+    directory = make_model("qwen3_moe", tmp_path, **shape)
+    tokenizer().save_pretrained(directory)
+    engine = start_engine(directory)
+
+    async def ask(request: Request, _: str) -> Sample:
+        return (await asyncio.to_thread(generate, engine, [request]))[0]
+
+    async def play(rollout: Rollout) -> None:
+        answers, talks = Answers(policy_chat(), ask, parser="hermes", audited=1.0), [list[Any]()]
+        for number in range(5):  # the fourth forks from the first
+            talk = [*talks[1 if number == 3 else -1], {"role": "user", "content": f"Question {number}?"}]
+            answer = await answers.answer("key", rollout, chat_completions.read({"messages": talk}, Kept()))
+            said = chat_completions.written(ChatRequest(()), answer)["choices"][0]["message"]
+            talks.append([*talk, said])
+        answers.close()
+
+    rollout = Rollout("prompt", 0, Limits(100, 4000, SamplingParams(20, routes=True), 1), opened=0.0)
+    asyncio.run(play(rollout))
+    branches = rollout.agent_run().branches
+    assert [len(path) for path in rollout.paths()] == [3, 3]
+    for branch in branches:
+        assert branch.routes is not None
+        assert np.array_equal(branch.routes.experts, routes_of(directory, branch.tokens.tolist()))

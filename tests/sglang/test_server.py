@@ -75,6 +75,7 @@ def test_quantized_weights_and_experts_in_an_order_of_other_kernels_are_refused(
     checked = spec_of(*of), read_architecture(of[0])
     sizes = {"tp_size": 1, "ep_size": 1, "pp_size": 1, "dp_size": 1, "attn_dp_size": 1, "dtype": "bfloat16"}
     info = AS_STARTED | sizes | {"device": "cuda", "moe_runner_backend": "triton", "quantization": None}
+    info |= {"enable_return_routed_experts": True}
     check_server(info, *checked)
     check_server(info | {"device": "cpu", "moe_runner_backend": "auto"}, *checked)
     check_server(info | {"quantization": "fp8"}, spec_of(*of, "rollout.quantization=fp8"), checked[1])

@@ -53,7 +53,7 @@ def generate_body(
         "rid": rid,
         "input_ids": list(request.read),
         "return_logprob": True,
-        "return_routed_experts": routes,
+        **({"return_routed_experts": True} if routes else {}),
         "extra_key": str(version),
         "stream": streams,
         "sampling_params": {
