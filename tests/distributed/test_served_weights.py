@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.megatron.model import named_tensors
 from megagrpo.megatron.rank import TrainRank
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.blocks import quantized_shapes
@@ -62,6 +63,16 @@ def recipe_of(layout: ParallelLayout, dtype: str = "float32", quantized: bool = 
 # --- bits -------------------------------------------------------------------------------------------------------------
 
 
+def make_scales_matter(rank: TrainRank) -> None:
+    """Makes weights differ by up to 2^20, and the parts of a block on different ranks by 8: a scale that is not the
+    whole block's then rounds small weights otherwise."""
+    weights, served = named_tensors(rank.policy.chunks), rank.served.weights()
+    for name in served:
+        exponents = torch.empty(weights[name].shape).uniform_(0, 20, generator=torch.Generator().manual_seed(1))
+        index = rank.where.expert_tensor if ".experts." in name else rank.where.tensor
+        weights[name].mul_(2.0 ** -(exponents + 3 * index))
+
+
 def trained_and_served(rank: TrainRank, batch: RankBatch, advantages: np.ndarray) -> tuple[Parts, Parts, Parts]:
     """After an update: the weights, those of the policy's passes, and those of the reference's."""
     seen: dict[str, Parts] = {}
@@ -74,6 +85,7 @@ def trained_and_served(rank: TrainRank, batch: RankBatch, advantages: np.ndarray
     rank._compute_logprobs = watched  # type: ignore[method-assign]
     load_and_pass(rank, batch)
     update(rank, advantages)
+    make_scales_matter(rank)
     before = states_of(rank.policy)
     load_and_pass(rank, batch)
     with pytest.raises(IndexError):
