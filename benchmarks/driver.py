@@ -21,7 +21,8 @@ from dataclasses import replace
 import numpy as np
 
 from megagrpo.algorithm.admission import Admission
-from megagrpo.algorithm.advantages import AdvantageInputs, GrpoConfig
+from megagrpo.algorithm.advantage_method import AdvantageInputs
+from megagrpo.algorithm.advantages import GrpoConfig
 from megagrpo.batching.rank_batches import TrainSequence, make_rank_batches
 from megagrpo.batching.work import work_of
 from megagrpo.layout.parallel import ParallelLayout

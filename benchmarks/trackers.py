@@ -45,7 +45,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from megagrpo import cli
-from megagrpo.algorithm.advantages import Advantages
+from megagrpo.algorithm.advantage_method import Advantages
 from megagrpo.algorithm.ragged import ragged_zeros
 from megagrpo.processes.ports import free_port
 from megagrpo.track.follower import FollowerProcess

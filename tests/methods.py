@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from pydantic import TypeAdapter
 
-from megagrpo.algorithm.advantages import AdvantageConfig, AdvantageMethod
+from megagrpo.algorithm.advantage_method import AdvantageMethod
+from megagrpo.algorithm.advantages import AdvantageConfig
 from megagrpo.algorithm.aggregation import AggregationConfig, AggregationMethod
 from megagrpo.algorithm.correction import RejectionConfig
 from megagrpo.algorithm.over_ranks import Sequences

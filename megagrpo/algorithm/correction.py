@@ -2,7 +2,7 @@
 
 A token's ratio r is its probability under the trainer, before the update, over that under the engine that sampled it.
 Importance weights correct for the difference (truncated: https://fengyao.notion.site/off-policy-rl; masked: IcePop,
-arXiv:2510.18855); what differs too much is left out.
+arXiv:2510.18855; geometric: arXiv:2507.18071, eq. 7); what differs too much is left out.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from megagrpo.algorithm.kl import divergence
-from megagrpo.algorithm.policy_losses import LIMIT, bounded
+from megagrpo.algorithm.kl import LIMIT, binary_kl, bounded, divergence
 from megagrpo.section import ByName, NonNegativeFloat, Number, PositiveFloat, Rules, Section
 
 if TYPE_CHECKING:
@@ -23,15 +22,16 @@ if TYPE_CHECKING:
 
     from megagrpo.algorithm.over_ranks import Sequences
 
-NO_DIFFERENCE = {"ratio": 1.0, "k1": 0.0, "k2": 0.0, "k3": 0.0}
+NO_DIFFERENCE = {"ratio": 1.0, "k1": 0.0, "k2": 0.0, "k3": 0.0, "binary_kl": 0.0}
 """Each statistic's value where engine and trainer agree."""
 
 
 class ImportanceConfig(Section):
     """Importance weights on the policy's loss, train over rollout probability, within bounds."""
 
-    name: Literal["token", "sequence"] = "token"
-    """token: by token. sequence: the product over the response for all its tokens."""
+    name: Literal["token", "sequence", "geometric"] = "token"
+    """token: by token. sequence: the product over the response for all its tokens. geometric: the geometric mean over
+    the response, exp(mean of log r), for all its tokens: it does not grow with the response's length."""
 
     low: NonNegativeFloat = 0.0
     """Lower bound of the weights. 0: none, only large weights are bounded."""
@@ -44,8 +44,8 @@ class ImportanceConfig(Section):
     (arXiv:2510.18855: low 0.5, high 5), with low 0 only large weights are masked."""
 
     normalize: bool = False
-    """Divide the weights by their mean over the minibatch: over its tokens, or its responses for name: sequence,
-    without those left out."""
+    """Divide the weights by their mean over the minibatch: over its tokens, or for name: sequence or geometric over its
+    responses, without those left out."""
 
     RULES: ClassVar[Rules[ImportanceConfig]] = {
         "weights_away_from_1": lambda w: (
@@ -60,9 +60,11 @@ class Rejection(Section):
 
     level: str
 
-    statistic: Literal["ratio", "k1", "k2", "k3"] = "ratio"
+    statistic: Literal["ratio", "k1", "k2", "k3", "binary_kl"] = "ratio"
     """The statistic compared with the bounds; log r is train - rollout logprob. ratio: r; k1: -log r;
-    k2: (log r)^2 / 2; k3: r - 1 - log r."""
+    k2: (log r)^2 / 2; k3: r - 1 - log r; binary_kl: the larger of D(p, q) and D(q, p) for train and rollout
+    probability, D(p, q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)). By token with high: 0.1 that is KPop
+    (https://ringtech.notion.site/kpop)."""
 
     low: Number | None = None
     """Smallest value that stays; null: no bound."""
@@ -70,13 +72,15 @@ class Rejection(Section):
     high: Number | None = None
     """Largest value that stays; null: no bound."""
 
-    def within(self, log_ratio: Tensor, sequences: Sequences) -> Tensor:
-        """Returns bool [tokens]: tokens that stay. log_ratio: bounded log r, float32 [tokens]."""
+    def within(self, old: Tensor, rollout: Tensor, sequences: Sequences) -> Tensor:
+        """Returns bool [tokens]: tokens that stay. old, rollout: as in `correct`."""
         raise NotImplementedError
 
-    def of_tokens(self, log_ratio: Tensor) -> Tensor:
+    def of_tokens(self, old: Tensor, rollout: Tensor) -> Tensor:
         """Returns the statistic by token, float64 [tokens]."""
-        log_ratio = log_ratio.double()
+        if self.statistic == "binary_kl":
+            return binary_kl(old, rollout).maximum(binary_kl(rollout, old))
+        log_ratio = bounded(old - rollout).double()
         return log_ratio.exp() if self.statistic == "ratio" else divergence(log_ratio, self.statistic)
 
     def allows(self, statistic: Tensor) -> Tensor:
@@ -101,7 +105,8 @@ class Rejection(Section):
             return
         ratio, (low, high) = math.exp(LIMIT), self._ends()
         smallest = {"ratio": 1 / ratio, "k1": -LIMIT}.get(self.statistic, 0.0)
-        largest = {"ratio": ratio, "k1": LIMIT, "k2": LIMIT**2 / 2, "k3": ratio - 1 - LIMIT}[self.statistic]
+        by_name = {"ratio": ratio, "k2": LIMIT**2 / 2, "k3": ratio - 1 - LIMIT}
+        largest = by_name.get(self.statistic, LIMIT)
         within = {"smallest": smallest, "largest": largest, "limit": LIMIT}
         if -math.inf < low < smallest:
             yield within | {"end": "low", "value": low, "change": "raise"}
@@ -124,8 +129,8 @@ class TokenRejectionConfig(Rejection):
     level: Literal["token"]
     """Each token by itself."""
 
-    def within(self, log_ratio: Tensor, sequences: Sequences) -> Tensor:
-        return self.allows(self.of_tokens(log_ratio))
+    def within(self, old: Tensor, rollout: Tensor, sequences: Sequences) -> Tensor:
+        return self.allows(self.of_tokens(old, rollout))
 
 
 class SequenceRejectionConfig(Rejection):
@@ -135,18 +140,19 @@ class SequenceRejectionConfig(Rejection):
     """All tokens of a response, by their `over`."""
 
     over: Literal["sum", "mean", "max"] = "mean"
-    """Reduction of a response's tokens to one number. The ratio is exp of the sum, mean or largest log r."""
+    """Reduction of a response's tokens to one number. The ratio is exp of the sum, mean or largest log r: with mean
+    the geometric mean."""
 
-    def within(self, log_ratio: Tensor, sequences: Sequences) -> Tensor:
+    def within(self, old: Tensor, rollout: Tensor, sequences: Sequences) -> Tensor:
         if self.over == "max":
             # A largest value that spans ranks, told by sums alone: none may be above `high`, and one must reach `low`.
-            statistic, (low, high) = self.of_tokens(log_ratio), self._ends()
+            statistic, (low, high) = self.of_tokens(old, rollout), self._ends()
             above, reach = sequences.sum(~(statistic <= high)), sequences.sum(statistic >= low)
             return sequences.of_tokens((above == 0) & (reach > 0))
         over = sequences.sum if self.over == "sum" else sequences.mean
         # The ratio is that of the response, not a sum of its tokens' ratios.
         ratio = self.statistic == "ratio"
-        statistic = bounded(over(log_ratio)).exp() if ratio else over(self.of_tokens(log_ratio))
+        statistic = bounded(over(bounded(old - rollout))).exp() if ratio else over(self.of_tokens(old, rollout))
         return sequences.of_tokens(self.allows(statistic))
 
 
@@ -157,7 +163,7 @@ class CorrectionConfig(Section):
     """Corrects for tokens that the engines gave other probabilities than the trainer does."""
 
     weights: Annotated[ImportanceConfig, ByName(default="token")] | None = None
-    """Importance weights: token, sequence, or a mapping with their bounds. null: no weights."""
+    """Importance weights: token, sequence, geometric, or a mapping with their bounds. null: no weights."""
 
     reject: list[RejectionConfig] = []
     """Tokens or responses to leave out of the loss and of its denominators."""
@@ -206,10 +212,9 @@ def correct(
     import torch  # here, because the recipe imports this file
 
     log_ratio = old - rollout
-    clamped = bounded(log_ratio)
     kept = torch.ones_like(log_ratio, dtype=torch.bool)
     for rejection in settings.reject:
-        kept &= rejection.within(clamped, sequences)
+        kept &= rejection.within(old, rollout, sequences)
     vetoed = torch.zeros_like(kept)
     if settings.veto is not None:
         below = ~(log_ratio >= math.log(settings.veto))
@@ -249,8 +254,9 @@ def correction_of(sums: Tensor) -> Correction:
 def _bounded_weights(log_ratio: Tensor, sequences: Sequences, settings: ImportanceConfig) -> tuple[Tensor, Tensor]:
     """Returns weights [tokens] within their bounds, and those that were outside of the bounds, bool [tokens]."""
     log_weight = log_ratio.double()
-    if settings.name == "sequence":
-        log_weight = sequences.of_tokens(sequences.sum(log_weight))
+    if settings.name != "token":
+        over = sequences.sum if settings.name == "sequence" else sequences.mean
+        log_weight = sequences.of_tokens(over(log_weight))
     weights = bounded(log_weight).exp()
     outside = ~((weights >= settings.low) & (weights <= settings.high))
     if settings.outside == "truncate":
@@ -269,7 +275,7 @@ def _mean_weight(
     import torch
 
     counts = kept.double()
-    if settings.name == "sequence":
+    if settings.name != "token":
         counts = counts / sequences.of_tokens(sequences.sum(counts)).clamp(min=1)
     sums = torch.stack([torch.where(kept, weights, 0.0) * counts, counts]).sum(1)
     sum_over_ranks(sums)

@@ -14,8 +14,9 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
-from megagrpo.algorithm.advantages import AdvantageInputs, AdvantageMethod, Advantages, discounted_sums
+from megagrpo.algorithm.advantage_method import AdvantageInputs, AdvantageMethod, Advantages
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
+from megagrpo.algorithm.token_advantages import discounted_sums
 from megagrpo.section import ByName, Fraction, Section
 
 

@@ -12,12 +12,18 @@ if TYPE_CHECKING:
 
 Estimator = Literal["k1", "k2", "k3", "abs"]
 
+LIMIT = 20.0
+"""exp(20) is 5e8: beyond this a ratio says only that something is broken, and must not become inf or NaN."""
+
 K3_LIMIT = 10.0
 """One token that both policies see quite differently must not drown the others."""
 K3_FAR = (-10.99999, 2.61086)
 """Log ratios outside of which k3 is K3_LIMIT, with the gradient that it has there."""
 
 CHANGE_MAX = 0.2
+
+REST_MIN = 1e-8
+"""Smallest probability of all other tokens in `binary_kl`: float32 logprobs near 0 say no more about it."""
 
 
 class KLConfig(Section):
@@ -113,3 +119,17 @@ def divergence(log_ratio: Tensor, estimator: Estimator) -> Tensor:
     if estimator == "k2":
         return log_ratio.square() / 2
     return log_ratio.expm1() - log_ratio if estimator == "k3" else log_ratio.abs()
+
+
+def binary_kl(logprobs: Tensor, others: Tensor) -> Tensor:
+    """Returns KL(p || q) between two events, a token and any other token, float64 [tokens]: p log(p / q) + (1 - p)
+    log((1 - p) / (1 - q)). At most the divergence over the whole vocabulary. logprobs: log p, others: log q, [tokens].
+    """
+    logprobs, others = logprobs.double(), others.double()
+    rest, other_rest = (-logprobs.expm1()).clamp(min=REST_MIN), (-others.expm1()).clamp(min=REST_MIN)
+    return logprobs.exp() * bounded(logprobs - others) + rest * (rest / other_rest).log()
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """Clamps a log ratio to LIMIT on both sides before exp; outside of it there is no gradient."""
+    return log_ratio.clamp(-LIMIT, LIMIT)

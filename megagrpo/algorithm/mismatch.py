@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megagrpo.algorithm.kl import bounded
 from megagrpo.algorithm.over_ranks import Sequences, kth_smallest
-from megagrpo.algorithm.policy_losses import bounded
 
 PERCENT = 99
 NO_ROW = -1

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from megagrpo.algorithm.kl import KLConfig, kl_estimate
+from megagrpo.algorithm.kl import KLConfig, binary_kl, bounded, kl_estimate
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.section import (
     FILE_AND_FUNCTION,
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megagrpo.algorithm.over_ranks import Sequences
-
-LIMIT = 20.0
-"""exp(20) is 5e8: beyond this a ratio says only that something is broken, and must not become inf or NaN."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +58,6 @@ class PolicyLoss:
     ratio: Tensor  # of the token, whatever ratio the loss is made of
     clipped_low: Tensor  # bool: the lower bound cut this token's gradient, or for cispo changed its weight
     clipped_high: Tensor  # bool: the upper bound or the dual clip did
-
-
-def bounded(log_ratio: Tensor) -> Tensor:
-    """Clamps a log ratio to LIMIT on both sides before exp; outside of it there is no gradient."""
-    return log_ratio.clamp(-LIMIT, LIMIT)
 
 
 class PolicyLossMethod(Section):
@@ -202,6 +194,69 @@ class SapoConfig(PolicyLossMethod):
         temperature = positive.where(inputs.advantages > 0, negative)
         gate = 4 / temperature * (temperature * (ratio - 1)).sigmoid()
         return unclipped(-gate * inputs.advantages, ratio)
+
+
+class DivergenceLoss(PolicyLossMethod):
+    """-r A without tokens that have left a trust region: DPPO, arXiv:2602.04879, in its binary approximation.
+
+    A token leaves it when its divergence is above the bound and a step along the gradient would raise it further: its
+    probability has risen and A > 0, or has fallen and A < 0. Such tokens get no gradient, but still count in the
+    denominators. Old logprobs are those of the policy that the region is around. The authors put it around the policy
+    that sampled, as the engine computed it: rollout_logprobs_as_old: true. Their top-k approximation is not here: it
+    needs the engine's other probabilities of each token.
+    """
+
+    clip_low: float
+    clip_high: float
+
+    def divergence(self, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+        """Computes the divergence of each token, float64 [tokens]."""
+        raise NotImplementedError
+
+    def of_tokens(self, inputs: PolicyInputs) -> PolicyLoss:
+        logprobs, old, advantages = inputs.logprobs.detach(), inputs.old_logprobs, inputs.advantages
+        divergence, ratio = self.divergence(logprobs, old), inputs.log_ratio().exp()
+        left_low = (advantages < 0) & (logprobs < old) & (divergence > self.clip_low)
+        left_high = (advantages > 0) & (logprobs > old) & (divergence > self.clip_high)
+        loss = (-ratio * advantages).masked_fill(left_low | left_high, 0.0)
+        return PolicyLoss(loss, ratio.detach(), left_low, left_high)
+
+
+class DppoTvConfig(DivergenceLoss):
+    """-r A, and 0 where A > 0 and p - q > clip_high, or A < 0 and q - p > clip_low.
+
+    DPPO-Binary-TV, arXiv:2602.04879. p is the token's probability, q the old one; |p - q| is the total variation.
+    """
+
+    name: Literal["dppo_tv"] = "dppo_tv"
+
+    clip_low: Fraction = 0.15
+    """Largest fall of a token's probability where the advantage is negative."""
+
+    clip_high: Fraction = 0.15
+    """Largest rise of a token's probability where the advantage is positive."""
+
+    def divergence(self, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+        return (logprobs.double().exp() - old_logprobs.double().exp()).abs()
+
+
+class DppoKlConfig(DivergenceLoss):
+    """-r A, and 0 where A > 0, p > q and D > clip_high; where A < 0, p < q and D > clip_low.
+
+    DPPO-Binary-KL, arXiv:2602.04879. p is the token's probability, q the old one;
+    D = q log(q / p) + (1 - q) log((1 - q) / (1 - p)), the KL divergence of the old policy from the policy.
+    """
+
+    name: Literal["dppo_kl"] = "dppo_kl"
+
+    clip_low: PositiveFloat = 0.05
+    """Largest D of a token whose probability falls where the advantage is negative."""
+
+    clip_high: PositiveFloat = 0.05
+    """Largest D of a token whose probability rises where the advantage is positive."""
+
+    def divergence(self, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+        return binary_kl(old_logprobs, logprobs)
 
 
 class CovarianceLoss(PolicyLossMethod):
@@ -354,6 +409,8 @@ PolicyLossConfig = Annotated[
     | CispoConfig
     | GmpoConfig
     | SapoConfig
+    | DppoTvConfig
+    | DppoKlConfig
     | ClipCovConfig
     | KlCovConfig
     | ReinforceConfig

@@ -12,7 +12,7 @@ import numpy as np
 class Ragged:
     """The numbers of every response token: `values[offsets[r] : offsets[r + 1]]` are row r's, its first token first.
 
-    values: float32 or float64 [tokens]; offsets: int64 [rows + 1], from 0 to the number of tokens.
+    values: [tokens]; offsets: int64 [rows + 1], from 0 to the number of tokens.
     """
 
     values: np.ndarray

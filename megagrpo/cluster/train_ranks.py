@@ -270,9 +270,9 @@ class TrainRanks:
 class Policy(TrainRanks):
     """The ranks of GRPO or PPO."""
 
-    def by_token(self, method: Literal["token_kl", "token_values"], lengths: np.ndarray) -> Ragged:
-        """Returns the ranks' numbers by response token: KL estimates against the reference, or the critic's estimates
-        of the return from that token on, before it was chosen.
+    def by_token(self, method: Literal["token_kl", "token_values", "token_energy"], lengths: np.ndarray) -> Ragged:
+        """Returns the ranks' numbers by response token: KL estimates against the reference, the critic's estimates
+        of the return from that token on, before it was chosen, or energies.
 
         lengths: int64 [rows], response tokens of every sample of the step; those not loaded get zeros.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,10 +32,19 @@ LOSSES = {
     "cispo": "cispo",
     "sapo": "sapo",
     "geo_mean": "gmpo",
+    "dppo_tv": "dppo_tv",
+    "dppo_kl": "dppo_kl",
     "gpg": "reinforce",
     "clip_cov": "clip_cov",
     "kl_cov": "kl_cov",
 }
+RULES_OF_LEVELS = {
+    "token": {"level": "token"},
+    "seq_sum": {"level": "sequence", "over": "sum"},
+    "seq_mean": {"level": "sequence", "over": "mean"},
+    "seq_max": {"level": "sequence", "over": "max"},
+}
+"""Rejections here, by the beginning of their names there."""
 MICROBATCH_TOKENS = 16384
 """Most tokens of a microbatch that is given in responses: results do not depend on it, memory does."""
 OWN_FILES = ("ppo_trainer", "ppo_megatron_trainer", "ppo_veomni_trainer", "ppo_torchtitan_trainer")
@@ -312,8 +322,37 @@ def lora_targets(value: Any, options: Options) -> Answer:
 
 
 def importance(value: Any, options: Options) -> Answer:
-    threshold = options["algorithm.rollout_correction.rollout_is_threshold"]
-    return Write({"algorithm.correction.weights": {"name": text(value), "high": number(threshold)}})
+    low, high = thresholds(options["algorithm.rollout_correction.rollout_is_threshold"])
+    icepop = {} if low is None else {"low": low, "outside": "zero"}
+    return Write({"algorithm.correction.weights": {"name": text(value), "high": high, **icepop}})
+
+
+def thresholds(value: Any) -> tuple[float | None, float]:
+    """Returns the bounds of `upper` or `lower_upper`. Raises NotKnownError."""
+    try:
+        numbers = [float(part) for part in text(value).split("_")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2) or min(numbers) <= 0:
+        raise NotKnownError(f"{value!r} is neither one bound nor lower_upper")
+    return (numbers[0] if len(numbers) == 2 else None), numbers[-1]
+
+
+def rejections(value: Any, options: Options) -> Answer:
+    names = [name.strip() for name in text(value).split(",")]
+    bounds = text(options["algorithm.rollout_correction.rollout_rs_threshold"]).split(",")
+    rules: list[dict[str, Any]] = []
+    for name, bound in zip(names, bounds * len(names) if len(bounds) == 1 else bounds, strict=False):
+        level, _, statistic = name.rpartition("_")
+        low, high = thresholds(bound.strip())
+        rule = picked(RULES_OF_LEVELS, level)
+        if rule is None or statistic not in ("k1", "k2", "k3"):
+            return Missing(f"{name} has no counterpart: see algorithm.correction.reject")
+        if statistic == "k1":  # between bounds of a ratio there, of its logarithm here
+            rules.append({**rule, "statistic": "k1", "low": math.log(low or 1 / high), "high": math.log(high)})
+        else:
+            rules.append({**rule, "statistic": statistic, "high": high})
+    return Write({"algorithm.correction.reject": rules})
 
 
 def recompute(value: Any, options: Options) -> Answer:

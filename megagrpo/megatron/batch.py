@@ -219,6 +219,7 @@ class Passes:
     old_logprobs: TokenTensors | None = None  # denominators of ratios: before_update, or the engines' logprobs
     reference_logprobs: TokenTensors | None = None
     values: TokenTensors | None = None  # the critic's estimates before its update
+    energy: TokenTensors | None = None  # of old logprobs, by token_energy
 
 
 def as_tensors(

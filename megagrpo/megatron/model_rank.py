@@ -87,8 +87,11 @@ class ModelRank:
             routes=self.routes,
         )
 
-    def logprobs(self, output: Tensor, response: ResponseTokens, *, entropy: bool) -> tuple[Tensor, Tensor]:
-        """Returns the response's logprobs and entropies (0 if unwanted): float32 [tokens]. output: the last stage's."""
+    def logprobs(
+        self, output: Tensor, response: ResponseTokens, *, entropy: bool, sharpening: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the response's logprobs and entropies (0 if unwanted): float32 [tokens]. output: the last stage's.
+        sharpening: divides the temperature."""
         architecture, tensor = self.policy.architecture, self.layout.tensor
         shard = VocabularyShard(
             architecture.vocab,
@@ -101,7 +104,7 @@ class ModelRank:
             response.labels,
             output_weight(unwrapped(self.policy.chunks[-1])),
             shard,
-            temperature=self.temperature,
+            temperature=self.temperature / sharpening,
             entropy=entropy,
             scale=architecture.logit_scale,
             cap=architecture.logit_cap,

@@ -20,6 +20,7 @@ from megagrpo.algorithm.critic import value_loss
 from megagrpo.algorithm.kl import kl_estimate
 from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.algorithm.policy_losses import ObjectiveInputs, grpo_objective
+from megagrpo.algorithm.token_advantages import token_energy
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.errors import DIVERGED_FIX, Problem, RankError
 from megagrpo.megatron.batch import (
@@ -107,10 +108,11 @@ class TrainRank(ModelRank):
         self.passes, self.own_routes = Passes(), None
 
     def compute_old_logprobs(self) -> None:
-        """Computes logprobs of the batch under the policy's current weights; they stay on this rank."""
+        """Computes logprobs of the batch under the policy's current weights, and energies if advantages are made from
+        them; they stay on this rank."""
         with self._as_served():
-            logprobs = self._compute_logprobs("policy")
-        self.passes = replace(self.passes, before_update=logprobs, old_logprobs=logprobs)
+            logprobs, energy = self._compute_logprobs("policy", energy=self.recipe.algorithm.advantage.reads_energy)
+        self.passes = replace(self.passes, before_update=logprobs, old_logprobs=logprobs, energy=energy)
 
     def use_rollout_logprobs_as_old(self) -> None:
         """Uses the engines' logprobs as old logprobs: ratios will be relative to these."""
@@ -120,14 +122,14 @@ class TrainRank(ModelRank):
     def compute_reference_logprobs(self) -> None:
         """Computes logprobs of the batch under the reference; they stay on this rank."""
         with self.policy.reference_here() as reference, reference.in_place_of_policy(), self._own_routes():
-            self.passes = replace(self.passes, reference_logprobs=self._compute_logprobs("reference"))
+            self.passes = replace(self.passes, reference_logprobs=self._compute_logprobs("reference")[0])
 
     def compare_own_routes(self) -> None:
         """Computes the mismatch of the batch with experts that the trainer's routers choose, for the next update's
         metrics. Without replay it does nothing."""
         if self.routes is not None:
             with self.routes.left_out():
-                logprobs = self._compute_logprobs("policy, by its own routes,")
+                logprobs, _ = self._compute_logprobs("policy, by its own routes,")
             if self.has_logits:
                 self.own_routes = reduce_mismatch(self.batch, logprobs, 0, self.device)
 
@@ -140,6 +142,10 @@ class TrainRank(ModelRank):
         reference = _computed("reference_logprobs", self.passes.reference_logprobs)
         estimator = self.recipe.algorithm.kl.estimator
         return self.token_numbers(tuple(kl_estimate(o, r, estimator) for o, r in zip(old, reference, strict=True)))
+
+    def token_energy(self) -> TokenNumbers | None:
+        """Returns the energies that compute_old_logprobs found."""
+        return self.token_numbers(_computed("energy", self.passes.energy))
 
     def update(self, advantages: RowOrTokenValues, lr: float, kl_coefficient: float, step: int) -> StepMetrics | None:
         """Takes an optimizer step on each minibatch of the batch, algorithm.epochs times over.
@@ -285,20 +291,28 @@ class TrainRank(ModelRank):
 
     # --- numbers by token ---------------------------------------------------------------------------------------------
 
-    def _compute_logprobs(self, of: str) -> TokenTensors:
-        """Runs a pass over the batch: its response tokens' logprobs under the weights in the policy's chunks, float32.
+    def _compute_logprobs(self, of: str, *, energy: bool = False) -> tuple[TokenTensors, TokenTensors | None]:
+        """Runs a pass over the batch: its response tokens' logprobs under the weights in the policy's chunks, float32,
+        and their energies if wanted.
 
         Raises RankError, naming tokens, if one is not finite: in a KL of the reward it would only mask its sample.
         """
-        logprobs = self.policy.read_tokens(
-            self.batch, lambda output, response: self.logprobs(output, response, entropy=False)[0]
-        )
+
+        def read(output: Tensor, response: ResponseTokens) -> Tensor:
+            logprobs, _ = self.logprobs(output, response, entropy=False)
+            if not energy:
+                return logprobs[:, None]
+            sharpened, _ = self.logprobs(output, response, entropy=False, sharpening=2.0)
+            return torch.stack([logprobs, token_energy(logprobs, sharpened)], 1)
+
+        found = self.policy.read_tokens(self.batch, read)
+        logprobs = tuple(values[:, 0] for values in found)
         numbers = self.token_numbers(logprobs)
         if numbers and (wrong := np.flatnonzero(~np.isfinite(numbers.values))).size:
             tokens = [f"token {numbers.index[at]} of response {numbers.rows[at]} of the step" for at in wrong[:3]]
             given = f"{numbers.values[wrong[0]]} for {wrong.size} of {numbers.values.size}: {', '.join(tokens)}"
             raise RankError(Problem(f"logprobs of the {of} are not finite", given, "numbers", DIVERGED_FIX))
-        return logprobs
+        return logprobs, tuple(values[:, 1] for values in found) if energy else None
 
     def token_figures(self, rows: int) -> TokenFigures | None:
         """Returns the update's figures for tokens of the step's first rows; None on ranks that others answer for."""

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from megagrpo.algorithm.advantages import Advantages
+from megagrpo.algorithm.advantage_method import Advantages
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.errors import first_line
 from megagrpo.track.rollout_files import SCHEMA, TRAIN, encodable, read_file, rollout_file, trace

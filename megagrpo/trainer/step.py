@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megagrpo.algorithm.advantages import AdvantageInputs, Advantages
+from megagrpo.algorithm.advantage_method import AdvantageInputs, Advantages
+from megagrpo.algorithm.advantages import OwnAdvantageConfig
 from megagrpo.algorithm.credit import Turns
 from megagrpo.algorithm.optimizer import learning_rate
 from megagrpo.algorithm.ragged import ragged_zeros
 from megagrpo.batching.rank_batches import RankBatch, TrainSequence, make_rank_batches
-from megagrpo.errors import AgentError, EngineError, Problem
+from megagrpo.errors import AgentError, EngineError, Problem, RecipeError
 from megagrpo.recipe.defaults import prompts_of_round
 from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.requests import with_baseline
@@ -197,8 +198,16 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> T
                     run.policy.call("compute_values")
                 values = run.policy.by_token("token_values", inputs.tokens) if batches else zeros
                 inputs = replace(inputs, values=values)
+            if algorithm.advantage.reads_energy:
+                energy = run.policy.by_token("token_energy", inputs.tokens) if batches else zeros
+                inputs = replace(inputs, energy=energy)
         return Trained(rows, algorithm.advantage.advantages(inputs), batches, kl_coefficient)
     advantages = algorithm.credit.advantages(algorithm.advantage, inputs, turns_of(recipe, sampled.groups))
+    if advantages.of_tokens is not None and algorithm.loss.name == "gmpo":  # by a function of the user's own
+        needed = "one advantage for each response: the geometric mean over it is bounded on the side of its sign"
+        raise RecipeError(
+            Problem("algorithm.loss.name", "gmpo, with advantages by token", needed, "name: ppo_clip or gspo")
+        )
     with run.clock.phase("logprobs"):
         if algorithm.skips_groups:
             rows = rows & np.isin(inputs.group_ids, inputs.group_ids[advantages.taught])
@@ -260,17 +269,24 @@ def has_routes(group: Group, sample: Sample) -> bool:
 
 
 def advantage_inputs(recipe: Recipe, groups: Sequence[Group]) -> AdvantageInputs:
-    """Returns the inputs of advantages, without those that ranks compute."""
+    """Returns the inputs of advantages, without those that ranks compute. A method of a user's own gets the tokens."""
+    samples = [sample for group in groups for sample in group.samples]
+    tokens = np.array([len(sample.tokens) for sample in samples], dtype=np.int64)
+    own = isinstance(recipe.algorithm.advantage, OwnAdvantageConfig)
+    ids = np.concatenate([np.empty(0, np.int32), *(sample.tokens for sample in samples if own)])
+    logprobs = np.concatenate([np.empty(0, np.float32), *(sample.logprobs for sample in samples if own)])
     functions = [] if recipe.reward.by_source else recipe.reward.functions
     masked = (np.nan,) * len(functions)
     by_function = [score.counted or masked for group in groups for score in group.scores]
     return AdvantageInputs(
         scores=flat_scores(groups),
         group_ids=group_of_row(groups),
-        tokens=np.array([len(sample.tokens) for group in groups for sample in group.samples], dtype=np.int64),
+        tokens=tokens,
         parts=np.array(by_function, np.float64).reshape(len(by_function), len(functions)) if functions else None,
         weights=np.array([function.weight for function in functions]) if functions else None,
         baselines=baselines_of(groups) if any(group.baseline_score for group in groups) else None,
+        token_ids=ragged_zeros(tokens).with_values(ids) if own else None,
+        logprobs=ragged_zeros(tokens).with_values(logprobs) if own else None,
     )
 
 

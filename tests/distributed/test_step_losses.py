@@ -26,12 +26,15 @@ from tests.distributed.step_ranks import (
 
 TOKEN = {"level": "token", "statistic": "ratio", "low": 0.8, "high": 1.25}
 SEQUENCE = {"level": "sequence", "statistic": "k3", "over": "mean", "high": 0.04}
+KPOP = {"level": "token", "statistic": "binary_kl", "high": 1e-4}
 VARIANTS: dict[str, dict[str, Any]] = {
     "ppo_clip": {"loss": {"name": "ppo_clip", "dual_clip": 1.2}},
     "gspo": {"loss": {"name": "gspo", "clip_low": 0.02, "clip_high": 0.02}, "aggregation": "seq_mean_token_mean"},
     "cispo": {"loss": {"name": "cispo"}, "aggregation": "token_sum"},
     "gmpo": {"loss": {"name": "gmpo"}, "aggregation": "seq_mean_token_sum"},
     "sapo": {"loss": {"name": "sapo"}, "aggregation": "seq_mean_token_sum_norm"},
+    "dppo_tv": {"loss": {"name": "dppo_tv", "clip_low": 0.002, "clip_high": 0.002}},
+    "dppo_kl": {"loss": {"name": "dppo_kl", "clip_low": 1e-4, "clip_high": 1e-4}},
     "reinforce": {"loss": {"name": "reinforce"}},
     "a user's own": {"loss": {"name": f"{Path(__file__).parent}/own_loss.py:squared", "arguments": {"width": 0.2}}},
     "clip_cov": {"loss": {"name": "clip_cov", "covariance_share": 0.1, "covariance_low": 0.1}},
@@ -40,6 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "weights by token": {"correction": {"weights": {"name": "token", "high": 1.1, "normalize": True}}},
     "weights by sequence": {"correction": {"weights": {"name": "sequence", "low": 0.5, "outside": "zero"}}},
     "rejections": {"correction": {"reject": [TOKEN, SEQUENCE]}, "aggregation": "seq_mean_token_mean"},
+    "geometric weights, KPop": {"correction": {"reject": [KPOP], "weights": {"name": "geometric", "normalize": True}}},
     "veto": {"correction": {"veto": 0.75, "weights": {"name": "sequence", "normalize": True}}},
 }
 
@@ -106,7 +110,7 @@ def test_variants_differ_and_leave_out_what_they_should(case, alone):
     assert len(set(losses)) >= len(losses) - 1, losses
     for name, (_, gradients, weighed) in alone.items():
         assert max(np.abs(g).max() for g in gradients.values()) > 0, name
-        assert (weighed < case.tokens) == (name in ("rejections", "veto")), name
+        assert (weighed < case.tokens) == (name in ("rejections", "veto", "geometric weights, KPop")), name
 
 
 def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:

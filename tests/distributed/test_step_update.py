@@ -198,7 +198,8 @@ def passes_of_two_steps(rank: TrainRank, batch: RankBatch, advantages: np.ndarra
         load_and_pass(rank, batch)
         old, reference = (rank.token_numbers(n) for n in (rank.passes.old_logprobs, rank.passes.reference_logprobs))
         found.append(
-            {"old": old, "reference": reference, "kl": rank.token_kl(), "microbatches": len(rank.batch.joined)}
+            {"old": old, "reference": reference, "kl": rank.token_kl(), "energy": rank.token_energy()}
+            | {"microbatches": len(rank.batch.joined)}
         )
         update(rank, advantages)
     return found
@@ -213,10 +214,10 @@ def passes(case) -> Callable[..., list[dict[str, Any]]]:
         layout = ROWS[name].of("qwen3")
         trained = LONGEST // layout.context
         sizes = {"tokens_per_microbatch": trained, "logprob_tokens_per_microbatch": at_once and at_once * trained}
-        recipe = make_recipe(layout, train=sizes, algorithm={"minibatches": 2})
+        recipe = make_recipe(layout, train=sizes, algorithm={"minibatches": 2, "advantage": {"name": "otb"}})
         steps = zip(*on_ranks(passes_of_two_steps, recipe, case), strict=True)
         return [
-            {kind: of_all_tokens(rank[kind] for rank in ranks) for kind in ("old", "reference", "kl")}
+            {kind: of_all_tokens(rank[kind] for rank in ranks) for kind in ("old", "reference", "kl", "energy")}
             | {"microbatches": ranks[0]["microbatches"]}
             for ranks in steps
         ]
@@ -236,13 +237,17 @@ def test_the_reference_stays_while_the_policy_moves(name, passes):
     sums, wanted = (np.add.reduceat(found["kl"], rows) for found in (second, alone))
     np.testing.assert_allclose(sums, wanted, rtol=1e-3, atol=1e-5)
     assert wanted.min() > 0
+    np.testing.assert_allclose(second["energy"], alone["energy"], rtol=1e-4, atol=1e-5)
+    probability = np.exp(second["old"].astype(np.float64))
+    assert (second["energy"] > (1 - probability) ** 2).all(), "the sum of squares has the token's own, and others"
+    assert (second["energy"] < 2).all()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_logprobs_do_not_depend_on_how_many_microbatches_pass_at_once(name, passes):
     apart, joined = passes(name)[1], passes(name, at_once=5)[1]
     assert joined["microbatches"] < apart["microbatches"]
-    for kind in ("old", "reference"):
+    for kind in ("old", "reference", "energy"):
         np.testing.assert_allclose(joined[kind], apart[kind], rtol=1e-4, atol=1e-5)
 
 

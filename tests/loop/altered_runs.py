@@ -29,7 +29,8 @@ import numpy as np
 import ray
 
 from megagrpo import cli
-from megagrpo.algorithm.advantages import Advantages, GroupMethod
+from megagrpo.algorithm.advantage_method import Advantages
+from megagrpo.algorithm.advantages import GroupMethod
 from megagrpo.batching.rank_batches import TrainSequence
 from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.track.tracker import Tracker

@@ -69,10 +69,21 @@ METHODS: dict[str, dict[str, Any]] = {
         "train": {"offload": ["optimizer", "gradients", "reference"]},
     },
     "remax": {"algorithm": {"advantage": {"name": "remax"}, "loss": {"name": "reinforce"}}},
+    "otb": {
+        "algorithm": {
+            "advantage": {"name": "otb"},
+            "loss": {"name": "dppo_kl"},
+            "minibatches": 2,
+            "correction": {
+                "weights": "geometric",
+                "reject": [{"level": "token", "statistic": "binary_kl", "high": 0.1}],
+            },
+        },
+    },
 }
 RESUMED = ("lora_rloo_dapo", "ppo")
-OTHERS = ("reinforce_plus_plus", "remax")
-GAINS = {"ppo": 2.0, "reinforce_plus_plus": 2.0, "remax": 1.3}
+OTHERS = ("reinforce_plus_plus", "remax", "otb")
+GAINS = {"ppo": 2.0, "reinforce_plus_plus": 2.0, "remax": 1.3, "otb": 1.3}
 """Least ratio of the last reward to the first. Few adapters on an untrained model learn slowly: with them and its own
 settings, every demo of that run's methods learns."""
 FIGURES = {
@@ -81,6 +92,7 @@ FIGURES = {
     "ppo": "kl/mean kl/coefficient critic/explained_variance",
     "reinforce_plus_plus": "kl/mean",
     "remax": "reward/greedy",
+    "otb": "correction/rejected_share correction/weight_mean clip/low",
 }
 
 

@@ -6,16 +6,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagrpo.algorithm.advantages import AdvantageConfig, AdvantageInputs
+from megagrpo.algorithm.advantage_method import AdvantageInputs
+from megagrpo.algorithm.advantages import AdvantageConfig
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
+from megagrpo.algorithm.token_advantages import token_energy
+from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
 from tests.methods import advantage, names
 
 NAN = np.nan
 WEIGHTS = np.array([1.0, 0.5])
 BY_GROUP = [name for name in names(AdvantageConfig) if name not in ("gae", "remax", "reinforce_plus_plus")]
+BY_RESPONSE = [name for name in BY_GROUP if name != "otb"]
 SCALED = ("grpo", "gdpo", "pass_k")
 WHITENED = ("reinforce_plus_plus_baseline", "gdpo")
 
@@ -91,7 +96,7 @@ def one_group_at_a_time(name, scores, second, ids, tokens, deviation="sample", e
 
 
 @settings(max_examples=300)
-@given(steps, st.sampled_from(sorted(BY_GROUP)), st.sampled_from(["sample", "population", "none"]))
+@given(steps, st.sampled_from(sorted(BY_RESPONSE)), st.sampled_from(["sample", "population", "none"]))
 def test_every_method_matches_its_formula_written_by_group(step, name, deviation):
     scores, second, ids, tokens = step
     found, teaches = advantages_of(name, scores, ids, tokens, second, standard_deviation=deviation, epsilon=0.01)
@@ -100,7 +105,7 @@ def test_every_method_matches_its_formula_written_by_group(step, name, deviation
     assert teaches == teaching
 
 
-@pytest.mark.parametrize("name", BY_GROUP)
+@pytest.mark.parametrize("name", BY_RESPONSE)
 @pytest.mark.parametrize("epsilon", [0.0, 1e-6])
 def test_equal_scores_are_exactly_zero_although_their_mean_is_not_exact(name, epsilon):
     scores, ids, tokens = np.array([0.1] * 7 + [0.7] * 3), np.array([0] * 7 + [1] * 3), np.arange(3, 13)
@@ -146,6 +151,7 @@ def test_only_methods_that_compare_samples_are_by_group():
         ("remax", {}),
         ("remax", {"baselines": np.zeros(2)}),
         ("gae", {}),
+        ("otb", {}),
     ],
 )
 def test_missing_inputs_are_refused(name, more):
@@ -173,6 +179,7 @@ def inputs_of(step, coefficient=0.25):
         kl=ragged([[kl for kl, _ in row] for _, row in step]),
         kl_coefficient=coefficient,
         values=ragged([[value for _, value in row] for _, row in step]),
+        energy=ragged([[abs(value) for _, value in row] for _, row in step]),
     )
 
 
@@ -218,7 +225,7 @@ def test_tokens_get_whitened_sums_of_what_is_to_come(step, discount, trace, crit
         np.testing.assert_array_equal(found.returns.offsets, inputs_of(step).values.offsets)
 
 
-@pytest.mark.parametrize("name", ["reinforce_plus_plus", "gae"])
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "gae", "otb"])
 def test_only_a_masked_response_may_lack_its_tokens(name):
     step = [(1.0, [(0.5, 0.25), (0.0, 0.5)]), (NAN, [(7.0, 9.0)] * 3), (0.0, [(0.25, 0.125)])]
     found = advantage(name=name).advantages(inputs_of(step))
@@ -229,8 +236,59 @@ def test_only_a_masked_response_may_lack_its_tokens(name):
         advantage(name=name).advantages(replace(lacking, tokens=np.array([3, 3, 1])))
 
 
-def test_equal_scores_are_exactly_zero():
-    step = [(0.1, [(0.0, 0.0)] * length) for length in (3, 1, 4, 2)]
-    found = advantage(name="reinforce_plus_plus").advantages(inputs_of(step))
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "otb"])
+def test_equal_scores_are_exactly_zero(name):
+    step = [(0.1, [(0.0, 0.7)] * length) for length in (3, 1, 4, 2)]
+    found = advantage(name=name).advantages(inputs_of(step))
     np.testing.assert_array_equal(found.of_tokens.values, np.zeros(10))
     np.testing.assert_array_equal(found.of_rows, np.zeros(4))
+
+
+def padded_baselines(returns, weights, mask):
+    """A group's baselines as the authors of OTB compute them, from rows padded to one length."""
+    sums = np.cumsum(weights * mask, axis=1)
+    return (returns * sums * mask).sum(0) / ((sums * mask).sum(0) + 1e-12)
+
+
+@settings(max_examples=200)
+@given(responses, st.data())
+def test_otb_weighs_returns_by_the_energy_up_to_each_place(step, data):
+    ids = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(step), max_size=len(step))))
+    inputs = replace(inputs_of(step), group_ids=ids)
+    inputs = replace(inputs, energy=inputs.energy.with_values(inputs.energy.values + 0.25))
+    found = advantage(name="otb").advantages(inputs)
+    wide = max(len(row) for _, row in step)
+    expected = [[0.0] * len(row) for _, row in step]
+    for group in set(ids.tolist()):
+        members = [i for i, (score, _) in enumerate(step) if ids[i] == group and not np.isnan(score)]
+        mask, returns, weights = np.zeros((3, len(members), wide))
+        for at, i in enumerate(members):
+            score, row = step[i]
+            rewards = rewards_of(score, row)
+            mask[at, : len(row)] = 1
+            returns[at, : len(row)] = [sum(rewards[t:]) for t in range(len(row))]
+            weights[at, : len(row)] = [abs(value) + 0.25 for _, value in row]
+        baselines = padded_baselines(returns, weights, mask)
+        for at, i in enumerate(members):
+            for t in range(len(step[i][1])):
+                expected[i][t] = returns[at, t] - baselines[t] if mask[:, t].sum() > 1 else 0.0
+    np.testing.assert_allclose(found.of_tokens.values, ragged(expected).values, atol=1e-8)
+    np.testing.assert_allclose(found.of_rows, [np.mean(row) if row else 0 for row in expected], atol=1e-8)
+
+
+@pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.6, 4.0)])
+def test_the_energy_of_a_token_is_the_squared_gradient_of_its_logprob_for_the_logits(scale, cap):
+    random = torch.Generator().manual_seed(0)
+    hidden, matrix = torch.randn(9, 16, generator=random), torch.randn(53, 16, generator=random)
+    labels = torch.randint(0, 53, (9,), generator=random)
+    logits = scale * hidden.double() @ matrix.double().t()
+    logits = ((logits if cap is None else cap * (logits / cap).tanh()) / 0.7).requires_grad_()
+    (gradient,) = torch.autograd.grad(logits.log_softmax(-1).gather(1, labels[:, None]).sum(), logits)
+    shard = VocabularyShard(53, 0, None)
+    logprobs, sharpened = (
+        vocabulary_logprobs(
+            hidden, torch.arange(9), labels, matrix, shard, temperature=each, entropy=False, scale=scale, cap=cap
+        )[0]
+        for each in (0.7, 0.35)
+    )
+    torch.testing.assert_close(token_energy(logprobs, sharpened).double(), gradient.square().sum(1), rtol=0, atol=3e-6)

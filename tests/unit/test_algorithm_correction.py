@@ -25,6 +25,8 @@ from tests.methods import part_of, sequences_of
 from tests.rank_threads import on_threads
 
 Rows = list[list[float]]
+ROLLOUT = -4.0
+"""The engines' logprob of every token."""
 LOG_RATIOS = st.floats(-3, 3, width=32)
 ROWS = st.lists(st.lists(LOG_RATIOS, min_size=1, max_size=6), min_size=1, max_size=8)
 # No float32 is equal to these, so that no statistic lies on a bound.
@@ -35,7 +37,7 @@ REJECTIONS = st.builds(
         | ({"over": over} if level == "sequence" else {})
     ),
     st.sampled_from(["token", "sequence"]),
-    st.sampled_from(["ratio", "k1", "k2", "k3"]),
+    st.sampled_from(["ratio", "k1", "k2", "k3", "binary_kl"]),
     st.sampled_from(["sum", "mean", "max"]),
     BOUNDS,
 )
@@ -44,7 +46,7 @@ CORRECTIONS = st.builds(
     weights=st.none()
     | st.builds(
         ImportanceConfig,
-        name=st.sampled_from(["token", "sequence"]),
+        name=st.sampled_from(["token", "sequence", "geometric"]),
         low=st.sampled_from([0.0, 0.5]),
         high=st.sampled_from([1.3, 2.0]),
         outside=st.sampled_from(["truncate", "zero"]),
@@ -58,12 +60,15 @@ CORRECTIONS = st.builds(
 def corrected(rows: Rows, **changes: Any) -> Corrected:
     """On one rank, with log r as given."""
     log_ratios = torch.tensor([d for row in rows for d in row], dtype=torch.float64)
-    rollout = torch.zeros_like(log_ratios)
-    return correct(log_ratios, rollout, sequences_of([*map(len, rows)]), CorrectionConfig(**changes), lambda _: None)
+    rollout = torch.full_like(log_ratios, ROLLOUT)
+    sequences = sequences_of([*map(len, rows)])
+    return correct(log_ratios + ROLLOUT, rollout, sequences, CorrectionConfig(**changes), lambda _: None)
 
 
 def number(statistic: str, d: float) -> float:
-    return {"ratio": math.exp(d), "k1": -d, "k2": d * d / 2, "k3": math.expm1(d) - d}[statistic]
+    p, q = math.exp(ROLLOUT + d), math.exp(ROLLOUT)
+    both = max(x * math.log(x / y) + (1 - x) * math.log((1 - x) / (1 - y)) for x, y in ((p, q), (q, p)))
+    return {"ratio": math.exp(d), "k1": -d, "k2": d * d / 2, "k3": math.expm1(d) - d, "binary_kl": both}[statistic]
 
 
 def stays(row: list[float], token: int, rejection: Rejection) -> bool:
@@ -89,7 +94,8 @@ def written_out(rows: Rows, s: CorrectionConfig) -> tuple[np.ndarray, list[list[
     if s.weights is not None:
         for row, own in zip(rows, weights, strict=True):
             for t, d in enumerate(row):
-                ratio = math.exp(min(max(d if s.weights.name == "token" else sum(row), -20), 20))
+                log_weight = {"token": d, "sequence": sum(row), "geometric": sum(row) / len(row)}[s.weights.name]
+                ratio = math.exp(min(max(log_weight, -20), 20))
                 own[t] = min(max(ratio, s.weights.low), s.weights.high)
                 if own[t] != ratio:
                     outside += 1
@@ -135,7 +141,7 @@ def test_ranks_that_hold_parts_of_the_same_responses_find_the_same(rows, changes
 
     def run(rank: int, sum_over_ranks) -> Corrected:
         part, own = part_of(whole, rank, ranks, sum_over_ranks), log_ratios[rank::ranks]
-        return correct(own, torch.zeros_like(own), part, changes, sum_over_ranks)
+        return correct(own + ROLLOUT, torch.full_like(own, ROLLOUT), part, changes, sum_over_ranks)
 
     alone = corrected(rows, **changes.model_dump())
     found = on_threads(ranks, run)

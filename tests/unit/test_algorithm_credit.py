@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from megagrpo.algorithm.advantages import AdvantageInputs, Advantages
+from megagrpo.algorithm.advantage_method import AdvantageInputs, Advantages
 from megagrpo.algorithm.credit import CreditConfig, CreditMethod, Turns
 from megagrpo.trainer.batches import Sampled
 from megagrpo.trainer.step import advantage_inputs, load, turns_of, with_signal

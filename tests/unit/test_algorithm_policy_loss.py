@@ -23,6 +23,8 @@ SETTINGS = {
     "cispo": loss(name="cispo", clip_low=0.2, clip_high=0.3),
     "gmpo": loss(name="gmpo", clip_low=0.3, clip_high=0.4),
     "sapo": loss(name="sapo", temperature_positive=0.8, temperature_negative=1.3),
+    "dppo_tv": loss(name="dppo_tv", clip_low=0.1, clip_high=0.05),
+    "dppo_kl": loss(name="dppo_kl", clip_low=0.05, clip_high=0.02),
     "clip_cov": loss(name="clip_cov", clip_low=0.2, clip_high=0.3),
     "kl_cov": loss(name="kl_cov", covariance_kl=0.7),
     "reinforce": loss(name="reinforce"),
@@ -36,9 +38,10 @@ def random_inputs(lengths: list[int] = LENGTHS, seed: int = 0) -> PolicyInputs:
     sequences, tokens = sequences_of(lengths), sum(lengths)
     logprobs = -torch.randn(tokens, generator=random, dtype=torch.float64).abs()
     shift = sequences.of_tokens(0.25 * torch.randn(len(lengths), generator=random, dtype=torch.float64))
+    noise = 0.4 * torch.randn(tokens, generator=random, dtype=torch.float64)
     return PolicyInputs(
         logprobs=logprobs.requires_grad_(),
-        old_logprobs=logprobs.detach() + shift + 0.4 * torch.randn(tokens, generator=random, dtype=torch.float64),
+        old_logprobs=(logprobs.detach() + shift + noise).clamp(max=-1e-4),
         advantages=sequences.of_tokens(torch.randn(len(lengths), generator=random, dtype=torch.float64)),
         sequences=sequences,
         chosen=torch.rand(tokens, generator=random) < 0.3,
@@ -83,12 +86,24 @@ def written_out(
             elif name == "sapo":
                 tau = s.temperature_positive if a > 0 else s.temperature_negative
                 loss = -a * 4 / tau / (1 + np.exp(-tau * (ratio - 1)))
+            elif name.startswith("dppo"):
+                loss = -a * ratio * stays(name, np.exp(base[t]), np.exp(old[t]), a, s)
             elif name == "kl_cov":
                 loss = -a * ratio + (s.covariance_kl * abs(logprobs[t] - old[t]) if inputs.chosen[t] else 0)
             else:
                 loss = -a * logprobs[t]
             losses[t] = loss
     return losses
+
+
+def stays(name: str, p: float, q: float, advantage: float, s: PolicyLossMethod) -> bool:
+    """The masks of DPPO, as its authors' code writes them."""
+    if name == "dppo_tv":
+        return p - q <= s.clip_high if advantage > 0 else p - q >= -s.clip_low
+    binary_kl = q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
+    if advantage > 0:
+        return binary_kl <= s.clip_high or p <= q
+    return binary_kl <= s.clip_low or p >= q
 
 
 @every_loss
@@ -147,7 +162,7 @@ def test_before_the_policy_has_moved_every_gradient_is_that_of_the_policy(name):
     torch.testing.assert_close(gradient, -inputs.advantages)
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gmpo"])
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gmpo", "dppo_tv", "dppo_kl"])
 def test_tokens_without_a_gradient_are_those_that_a_bound_cut(name):
     inputs = random_inputs([6] * 60, seed=3)
     found = SETTINGS[name].of_tokens(inputs)
@@ -156,6 +171,17 @@ def test_tokens_without_a_gradient_are_those_that_a_bound_cut(name):
     assert found.clipped_high.any()
     assert torch.equal(gradient == 0, found.clipped_low | found.clipped_high)
     assert not (found.clipped_low & found.clipped_high).any()
+
+
+@pytest.mark.parametrize(("name", "reached"), [("dppo_tv", 0.4), ("dppo_kl", 0.5 * np.log(0.5**2 / (0.9 * 0.1)))])
+def test_a_trust_region_ends_at_its_divergence_and_only_on_the_side_of_the_advantage(name, reached):
+    """A probability of 0.5 rises to 0.9 or falls to 0.1: both have this total variation, or KL, of two events."""
+    probabilities, advantages = torch.tensor([0.9, 0.1] * 2), torch.tensor([1.0, 1.0, -1.0, -1.0])
+    inputs = PolicyInputs(probabilities.log(), torch.full((4,), 0.5).log(), advantages, sequences_of([4]))
+    for bound, left in ((reached * 1.001, False), (reached * 0.999, True)):
+        found = loss(name=name, clip_low=bound, clip_high=bound).of_tokens(inputs)
+        assert found.clipped_high.tolist() == [left, False, False, False]
+        assert found.clipped_low.tolist() == [False, False, False, left]
 
 
 def test_cispo_marks_the_tokens_whose_weight_a_bound_changed():

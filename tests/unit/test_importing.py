@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import shutil
 import subprocess
@@ -15,6 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megagrpo.algorithm.correction import ImportanceConfig, SequenceRejectionConfig, TokenRejectionConfig
+from megagrpo.algorithm.policy_losses import DppoTvConfig
 from megagrpo.cli import main
 from megagrpo.errors import RecipeError
 from megagrpo.importing import rows
@@ -117,6 +120,24 @@ FILTER, CORRECTION = "algorithm.filter_groups", "algorithm.rollout_correction"
         (f"{FILTER}.enable=True {FILTER}.max_num_gen_batches=0", {"rollout.dynamic_sampling.rounds_max": 10**6}),
         ("model_engine=veomni", {"train.optimizer.schedule": "cosine"}),
         (f"{CORRECTION}.bypass_mode=true {CORRECTION}.loss_type=reinforce", {"algorithm.loss.name": "reinforce"}),
+        (
+            f"{ACTOR}.policy_loss.loss_mode=dppo_tv {ACTOR}.clip_ratio_high=0.15 {CORRECTION}.bypass_mode=true",
+            {"algorithm.loss": DppoTvConfig(clip_low=0.2), "algorithm.rollout_logprobs_as_old": True},
+        ),
+        ("algorithm.adv_estimator=tir_optimal_token_baseline", {"algorithm.advantage.name": "otb"}),
+        (
+            f"{CORRECTION}.rollout_is=token {CORRECTION}.rollout_is_threshold=0.5_5.0",
+            {"algorithm.correction.weights": ImportanceConfig(low=0.5, high=5.0, outside="zero")},
+        ),
+        (
+            f"{CORRECTION}.rollout_rs=seq_mean_k1,token_k2 {CORRECTION}.rollout_rs_threshold=0.25_2,0.3",
+            {
+                "algorithm.correction.reject": [
+                    SequenceRejectionConfig(level="sequence", statistic="k1", low=math.log(0.25), high=math.log(2)),
+                    TokenRejectionConfig(level="token", statistic="k2", high=0.3),
+                ]
+            },
+        ),
         (f"model_engine=megatron {ACTOR}.optim.min_lr=1e-6", {"train.optimizer.min_lr": 0.0}),
         (f"{ACTOR}.ulysses_sequence_parallel_size=4", {"train.layout.context": 4, "train.layout.data": 2}),
     ],

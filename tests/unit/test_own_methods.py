@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.algorithm.advantages import AdvantageInputs
+from megagrpo.algorithm.advantage_method import AdvantageInputs
 from megagrpo.algorithm.policy_losses import PolicyInputs
+from megagrpo.algorithm.ragged import ragged_zeros
 from megagrpo.cli import main
 from megagrpo.errors import EXIT_USER_ERROR, RecipeError
 from megagrpo.recipe.defaults import with_absolute_directories
@@ -39,6 +40,23 @@ def words(inputs):
 def nothing(inputs):
     return inputs.scores * float("nan")
 
+def surprising(inputs, scale=1.0):
+    mean = np.nanmean(inputs.scores)
+    surprise = [-scale * inputs.logprobs.row(row) for row in range(len(inputs.scores))]
+    return [(score - mean) * each for score, each in zip(inputs.scores, surprise)]
+
+def unlike(inputs):
+    return [np.ones(tokens) for tokens in (2, 3, 0, 5)]
+
+def few(inputs):
+    return [np.ones(2)]
+
+def infinite(inputs):
+    return [[1.0, float("inf")], [1.0, 1.0, 1.0], [], [1.0]]
+
+def of_end(inputs):
+    return (inputs.token_ids.values[inputs.token_ids.offsets[1:] - 1] > 2).astype(float)
+
 def fails(inputs):
     raise ValueError("no idea")
 
@@ -52,7 +70,13 @@ def whole(inputs):
 def summed(inputs):
     return plain(inputs).sum()
 """
-INPUTS = AdvantageInputs(np.array([1.0, 0.0, np.nan, 5.0]), np.array([0, 0, 0, 1]), np.ones(4, int))
+TOKEN_COUNTS = np.array([2, 3, 0, 1])
+INPUTS = AdvantageInputs(
+    np.array([1.0, 0.0, np.nan, 5.0]),
+    np.array([0, 0, 0, 1]),
+    TOKEN_COUNTS,
+    logprobs=ragged_zeros(TOKEN_COUNTS).with_values(-np.arange(1.0, 7.0)),
+)
 LOGPROBS = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
 TOKENS = PolicyInputs(
     LOGPROBS,
@@ -72,6 +96,44 @@ def file(tmp_path: Path) -> Path:
 def test_an_advantage_gets_its_arguments_and_masked_samples_get_nothing(file: Path) -> None:
     found = advantage(name=f"{file}:centered", arguments={"scale": 0.5}).advantages(INPUTS)
     np.testing.assert_array_equal(found.of_rows, [-0.5, -1.0, 0.0, 1.5])
+
+
+def test_an_advantage_may_give_every_token_its_own(file: Path) -> None:
+    found = advantage(name=f"{file}:surprising", arguments={"scale": 2.0}).advantages(INPUTS)
+    np.testing.assert_array_equal(found.of_tokens.values, [-2, -4, -12, -16, -20, 36])
+    np.testing.assert_array_equal(found.of_tokens.offsets, [0, 2, 5, 5, 6])
+    np.testing.assert_array_equal(found.of_rows, [-3, -16, 0, 36])
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "needed"),
+    [
+        ("unlike", "float64 [5] for row 3, sample 0 of group 1", "its 1 tokens: float64 [1]"),
+        ("few", "1 arrays", "one for each of the 4 rows"),
+        ("infinite", "not finite for row 0, sample 0 of group 0", "finite advantages"),
+    ],
+)
+def test_an_advantage_by_token_that_does_not_fit_is_refused_with_its_sample(
+    file: Path, name: str, given: str, needed: str
+) -> None:
+    with pytest.raises(RecipeError) as raised:
+        advantage(name=f"{file}:{name}").advantages(INPUTS)
+    (problem,) = raised.value.problems
+    assert given in problem.given
+    assert needed in problem.needed
+
+
+def test_a_run_gives_it_tokens_and_logprobs_and_trains_on_values_by_token(file: Path) -> None:
+    scores = lambda prompt: [1.0, 0.0, 0.0, 0.0]  # noqa: E731
+    run = make_run(f"algorithm.advantage={file}:surprising", scores=scores)
+    grpo_step(run, Live(run), 1, 0.0)
+    np.testing.assert_allclose(run.policy.advantages.values[:5], [0.75, 0.75, -0.25, -0.25, -0.25])
+    run = make_run(f"algorithm.advantage={file}:of_end", scores=scores)
+    grpo_step(run, Live(run), 1, 0.0)
+    np.testing.assert_array_equal(run.policy.advantages[:4], [0, 0, 1, 1])  # the tokens of a sample are 0, 1, 2, ...
+    run = make_run(f"algorithm.advantage={file}:surprising", "algorithm.loss=gmpo", scores=scores)
+    with pytest.raises(RecipeError, match="gmpo, with advantages by token"):
+        grpo_step(run, Live(run), 1, 0.0)
 
 
 def test_a_run_trains_on_it(file: Path) -> None:

@@ -29,6 +29,7 @@ WEIGHTS = "algorithm.correction.weights=token"
 AS_OLD = "algorithm.rollout_logprobs_as_old=true"
 REINFORCE = "algorithm.loss.name=reinforce"
 DISCOUNTED = "algorithm.advantage={name: reinforce_plus_plus, discount: 0.9}"
+OTB = "algorithm.advantage.name=otb"
 KL_IN_REWARD = "algorithm.kl={coefficient: 0.1, placement: reward}"
 AGENT = "agent={tools: [python]}"
 BY_TURN = "algorithm.credit=discounted"
@@ -127,6 +128,10 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("algorithm.loss.covariance_low", ["algorithm.loss={name: clip_cov, covariance_low: 5.0}"]),
     ("algorithm.loss.name", [GAE, CRITIC, "algorithm.loss.name=gmpo"]),
     ("algorithm.loss.name", [DISCOUNTED, "algorithm.loss.name=gmpo"]),
+    ("algorithm.loss.name", [OTB, "algorithm.loss.name=gmpo"]),
+    ("algorithm.loss.name", ["algorithm.loss.name=dppo_kl"]),
+    ("algorithm.rollout_logprobs_as_old", [OTB, AS_OLD]),
+    ("rollout.samples_per_prompt", [OTB, "rollout.samples_per_prompt=1"]),
     ("algorithm.loss.name", [AGENT, BY_TURN, "algorithm.loss.name=gmpo"]),
     ("reward.functions", ["reward.functions=[{function: agent}]"]),
     ("reward.overlong", [AGENT, "reward.overlong={buffer_tokens: 4}"]),
@@ -148,6 +153,10 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("algorithm.correction.reject.0.low", ["algorithm.correction.reject=[{level: token, low: 0.1, statistic: k1}]"]),
     ("algorithm.correction.reject.0.low", ["algorithm.correction.reject=[{level: token, low: 1e-9}]"]),
     ("algorithm.correction.reject.0.high", ["algorithm.correction.reject=[{level: token, statistic: k2, high: 201}]"]),
+    (
+        "algorithm.correction.reject.0.high",
+        ["algorithm.correction.reject=[{level: token, statistic: binary_kl, high: 21}]"],
+    ),
     ("algorithm.correction.weights.high", ["algorithm.correction.weights={high: 5e8}"]),
     ("reward.functions", ["reward.functions.0.weight=0"]),
     ("reward.functions", ["reward.functions.0.counts=when_others_score"]),
@@ -232,6 +241,11 @@ def test_a_broken_rule_names_the_field_and_a_fix(field: str, overrides: list[str
         ["algorithm.advantage={name: gae, trace: 0.0}", CRITIC],  # TD(0)
         ["algorithm.advantage.name=remax", "rollout.samples_per_prompt=1"],
         [DISCOUNTED, "algorithm.loss.name=gspo"],
+        ["algorithm.loss.name=dppo_tv", AS_OLD],
+        ["algorithm.loss={name: dppo_kl, clip_high: 0.1}", "algorithm.minibatches=2", WEIGHTS],
+        [OTB, KL_IN_REWARD],
+        ["algorithm.correction.reject=[{level: token, statistic: binary_kl, high: 0.1}]"],
+        ["algorithm.correction.weights=geometric"],
         ["algorithm.advantage.name=reinforce_plus_plus", "algorithm.loss.name=gmpo"],
         [GDPO, TWO_FUNCTIONS, "algorithm.kl.coefficient=0.1"],
         ["algorithm.loss={name: gmpo, clip_low: 1.5, clip_high: 1.5}"],
@@ -289,5 +303,11 @@ def test_all_broken_rules_are_found_at_once_in_every_section() -> None:
 
 
 def test_only_these_give_the_tokens_of_a_response_advantages_of_their_own() -> None:
-    overrides = {GAE: True, "algorithm.advantage=reinforce_plus_plus": False, DISCOUNTED: True, "seed=1": False}
+    overrides = {
+        GAE: True,
+        OTB: True,
+        "algorithm.advantage=reinforce_plus_plus": False,
+        DISCOUNTED: True,
+        "seed=1": False,
+    }
     assert {each: recipe_with(each).algorithm.advantages_by_token for each in overrides} == overrides

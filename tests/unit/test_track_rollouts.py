@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.demo.model import make_tokenizer
 from megagrpo.agents.turns import BranchReason, reported
-from megagrpo.algorithm.advantages import Advantages
+from megagrpo.algorithm.advantage_method import Advantages
 from megagrpo.algorithm.ragged import ragged_zeros
 from megagrpo.cli import main
 from megagrpo.report.text import BRANCHES, conversation

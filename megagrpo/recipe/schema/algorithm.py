@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from megagrpo.algorithm.advantages import AdvantageConfig, GrpoConfig, ReinforcePlusPlusConfig
+from megagrpo.algorithm.advantages import AdvantageConfig, GrpoConfig
 from megagrpo.algorithm.aggregation import AggregationConfig, TokenMeanConfig
 from megagrpo.algorithm.correction import CorrectionConfig
 from megagrpo.algorithm.credit import CreditConfig, OutcomeConfig
 from megagrpo.algorithm.critic import CriticConfig
 from megagrpo.algorithm.kl import KLConfig, ReferenceConfig
-from megagrpo.algorithm.policy_losses import PolicyLossConfig, PpoClipConfig
+from megagrpo.algorithm.policy_losses import DivergenceLoss, PolicyLossConfig, PpoClipConfig
+from megagrpo.algorithm.token_advantages import ReinforcePlusPlusConfig
 from megagrpo.section import NonNegativeFloat, PositiveInt, Rules, Section
 
 
@@ -70,8 +71,8 @@ class AlgorithmConfig(Section):
     """Leave out groups whose advantages are all zero, with their KL and entropy terms. The loss's means are then over
     the other groups alone, which makes the policy gradient larger: by the ratio of all tokens (or responses) to those
     that stay. token_sum has no mean, so its policy gradient stays the same. No effect where advantages are not made by
-    group, for gpg (its own factor makes up for such groups), or if the KL penalty is in the reward. Metrics count these
-    groups either way."""
+    group, for gpg (its own factor makes up for such groups), or if advantages are made after the logprobs: for otb, or
+    if the KL penalty is in the reward. Metrics count these groups either way."""
 
     # --- which passes over a step's batch this asks for, besides the update -------------------------------------------
 
@@ -87,8 +88,9 @@ class AlgorithmConfig(Section):
 
     @property
     def reads_batch(self) -> bool:
-        """Returns whether advantages depend on results of the ranks: the KL in the reward, or a critic's values."""
-        return self.kl_in_reward or self.critic is not None
+        """Returns whether advantages depend on results of the ranks: the KL in the reward, a critic's values, or
+        tokens' energies."""
+        return self.kl_in_reward or self.critic is not None or self.advantage.reads_energy
 
     @property
     def prepares_by_old_logprobs(self) -> bool:
@@ -99,7 +101,8 @@ class AlgorithmConfig(Section):
     def needs_old_logprobs(self) -> bool:
         """Returns whether anything reads the policy's logprobs before the update begins. If not, and with one optimizer
         step, the update's own forward pass gives them."""
-        return self.minibatches * self.epochs > 1 or self.kl_in_reward or self.prepares_by_old_logprobs
+        before_update = self.kl_in_reward or self.advantage.reads_energy or self.prepares_by_old_logprobs
+        return self.minibatches * self.epochs > 1 or before_update
 
     @property
     def computes_old_logprobs(self) -> bool:
@@ -135,6 +138,10 @@ class AlgorithmConfig(Section):
         "reference_without_penalty": lambda a: a.reference.update_every_steps is not None and a.kl.coefficient == 0,
         "gdpo_penalty_in_reward": lambda a: a.advantage.name == "gdpo" and a.kl_in_reward,
         "kl_cov_of_one_step": lambda a: a.loss.name == "kl_cov" and a.minibatches * a.epochs == 1,
+        "dppo_of_one_step": lambda a: (
+            isinstance(a.loss, DivergenceLoss) and a.minibatches * a.epochs == 1 and not a.rollout_logprobs_as_old
+        ),
+        "energy_of_the_engines": lambda a: a.rollout_logprobs_as_old and a.advantage.reads_energy,
         "gmpo_by_token": lambda a: (
             a.loss.name == "gmpo"
             and a.advantages_by_token
