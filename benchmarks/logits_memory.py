@@ -17,12 +17,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from megagrpo.batching.rank_batches import TrainSequence
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import process
 from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
+from megagrpo.megatron.kept_head import KeptTokens, kept_logprobs, kept_tokens
+from megagrpo.types import KeptSets
 
 ROUNDS = 3
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -39,6 +43,25 @@ def ours(entropy: bool, prompt_share: float = 0.0) -> Way:
         )
         return -(logprobs.sum() + entropies.sum()) if entropy else -logprobs.sum()
 
+    return loss
+
+
+def kept(ids: int) -> Way:
+    """Over `ids` of each token, its label and others drawn at random, as top_p and top_k leave them."""
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        tokens = len(hidden)
+        if (found := sets.get(tokens)) is None:
+            others = np.random.default_rng(0).integers(0, len(weight), (tokens, ids - 1))
+            of_tokens = [np.union1d(row, label) for row, label in zip(others, labels.cpu().numpy(), strict=True)]
+            plain = np.ones(tokens, bool), np.zeros(tokens, np.float32)
+            sequence = TrainSequence(labels.cpu().numpy(), *plain, row=0, kept=KeptSets.of(of_tokens))
+            found = sets[tokens] = kept_tokens([sequence], np.arange(tokens), hidden.device)
+        positions, shard = torch.arange(tokens, device=hidden.device), VocabularyShard(len(weight), 0, None)
+        logprobs, _ = kept_logprobs(hidden, positions, labels, found, weight, shard, temperature=1.0, entropy=False)
+        return -logprobs.sum()
+
+    sets: dict[int, KeptTokens | None] = {}
     return loss
 
 
@@ -60,6 +83,9 @@ WAYS: dict[str, Way] = {
     "megagrpo": ours(entropy=False),
     "megagrpo, with entropy": ours(entropy=True),
     "megagrpo, half are prompts": ours(entropy=False, prompt_share=0.5),
+    "megagrpo, 8 kept of each": kept(8),
+    "megagrpo, 512 kept of each": kept(512),
+    "megagrpo, 2048 kept of each": kept(2048),
     "Megatron: logits, cross-entropy": of_megatron,
     "torch: logits, log_softmax": of_torch,
 }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
+from megagrpo.errors import EngineError, Problem
 from megagrpo.routes import Routes
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -47,6 +48,7 @@ class SamplingParams:
     min_p: float = 0.0
     stop_tokens: tuple[int, ...] = ()
     routes: bool = False  # wanted with the sample, if the model has experts
+    kept_sets: bool = False  # wanted with the sample, whose logprobs are then of the distribution over these sets
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,41 @@ class KeptSets:
 
     ids: np.ndarray  # int32 [ids of all sets, end to end]
     ends: np.ndarray  # int64 [t], where each token's set ends in `ids`; an empty set stands for the whole vocabulary
+
+    @classmethod
+    def of(cls, sets: Sequence[np.ndarray]) -> KeptSets:
+        """Joins the sets of tokens, each int [ids] in any order."""
+        ids = np.concatenate([np.empty(0, np.int32), *map(np.sort, sets)]).astype(np.int32)
+        return cls(ids, np.cumsum([len(one) for one in sets], dtype=np.int64))
+
+    @classmethod
+    def joined(cls, parts: Iterable[tuple[KeptSets | None, int]]) -> KeptSets:
+        """Joins kept sets with their numbers of tokens. None: drawn from the whole vocabulary."""
+        known = [cls(np.empty(0, np.int32), np.zeros(count, np.int64)) if one is None else one for one, count in parts]
+        sizes = np.concatenate([np.empty(0, np.int64), *(one.sizes for one in known)])
+        return cls(np.concatenate([np.empty(0, np.int32), *(one.ids for one in known)]), sizes.cumsum())
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Returns the number of ids of each token's set: int64 [t]."""
+        return np.diff(self.ends, prepend=0)
+
+    def part(self, first: int, end: int) -> KeptSets:
+        """Returns the sets of tokens `first` to `end`, which is left out."""
+        cuts = np.append(0, self.ends)
+        return KeptSets(self.ids[cuts[first] : cuts[end]], self.ends[first:end] - cuts[first])
+
+    def require(self, tokens: np.ndarray, where: str) -> None:
+        """Raises EngineError unless each of `tokens`, int [t], is once in its set. `where` names the sample."""
+        sizes = self.sizes
+        if len(sizes) != len(tokens) or sizes.min(initial=0) < 0 or sizes.sum() != len(self.ids):
+            raise EngineError(Problem(where, f"kept sets of {len(sizes)} tokens", f"those of its {len(tokens)} tokens"))
+        found = np.concatenate([[0], np.cumsum(self.ids == np.repeat(tokens, sizes))])
+        wrong = np.flatnonzero((found[self.ends] - found[self.ends - sizes] != 1) & (sizes > 0))
+        if len(wrong):
+            at = int(wrong[0])
+            given = f"{sizes[at]} kept ids of token {at + 1} of the response without the sampled one, {tokens[at]}"
+            raise EngineError(Problem(where, given, "the ids among which it was drawn"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +140,7 @@ class Sample:
     prompt_id: str
     index: int
     tokens: np.ndarray  # int32 [t]
-    logprobs: np.ndarray  # float32 [t], log-probability of each token in the engine's distribution at this temperature
+    logprobs: np.ndarray  # float32 [t], each in the engine's distribution at this temperature, over its kept set
     versions: np.ndarray  # int32 [t], the weight version that sampled each token
     finish: FinishReason
     text: str

@@ -231,6 +231,7 @@ class Answers:
             text=text,
             thought=answer.thought or (prompt.parent is not None and prompt.parent.thought),
             experts=experts,
+            kept=sample.kept and sample.kept.part(0, kept),
         )
         rollout.add(turn)
         rollout.limited = ended == "length" and not capped

@@ -22,7 +22,7 @@ from megagrpo.agents.dialects.chat_request import Message
 from megagrpo.errors import EngineError, Problem, brief
 from megagrpo.routes import Routes
 from megagrpo.track.rollout_files import LEFT_OUT
-from megagrpo.types import AgentRun, Branch, FinishReason, Request, Sample, SamplingParams, Turn
+from megagrpo.types import AgentRun, Branch, FinishReason, KeptSets, Request, Sample, SamplingParams, Turn
 
 DIGEST_BYTES = 16
 TurnRewards = Sequence[float] | Mapping[str, float] | None
@@ -58,6 +58,7 @@ class AskedTurn:
     thought: bool  # it or an earlier turn of its branch has reasoning in its tokens
     experts: np.ndarray | None = None  # rows of Routes for the tokens that its request reads first: from the parent's
     # last token, or the prompt's first, to the one before the last sampled; None: the engine sent none
+    kept: KeptSets | None = None  # of sampled
     children: list[AskedTurn] = field(default_factory=list)
     followed: bool = False
 
@@ -187,6 +188,7 @@ class Rollout:
         run = self.agent_run(turn_rewards)
         last = self.last_of_task()
         trained = [self.turns[turn.number] for turn in run.turns]
+        sets = [(turn.kept, len(turn.sampled)) for turn in trained]
         return Sample(
             prompt_id=request.prompt_id,
             index=request.index,
@@ -196,6 +198,7 @@ class Rollout:
             finish="abort" if run.error else finish,
             text=last.text if last else "",
             agent=run,
+            kept=KeptSets.joined(sets) if any(kept for kept, _ in sets) else None,
         )
 
     def agent_run(self, turn_rewards: TurnRewards = None) -> AgentRun:

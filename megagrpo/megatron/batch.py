@@ -34,6 +34,7 @@ from megagrpo.batching.rank_batches import (
 )
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.attention import PackedSequences, positions_on
+from megagrpo.megatron.kept_head import KeptTokens, kept_tokens
 from megagrpo.megatron.replay import NO_ROUTE, RoutesOnRank, require_digests
 from megagrpo.recipe.schema import Recipe
 
@@ -65,6 +66,7 @@ class ResponseTokens:
     numbers: Tensor  # int64, the token's place in its sequence: of a row in one sequence, it is drawn by this
     sequences: Sequences  # the microbatch's, each by itself
     rollout_logprobs: Tensor  # float32
+    kept: KeptTokens | None  # None: drawn from the whole vocabulary
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ def _response_tokens(
         numbers=_tensor(position[predicting] + 1, device),
         sequences=Sequences(_tensor(of, device), counts, over_context_ranks),
         rollout_logprobs=_tensor(flat_logprobs[token], device, torch.float32),
+        kept=kept_tokens(microbatch.sequences, (np.cumsum(flat_mask) - 1)[token], device),
     )
 
 

@@ -93,6 +93,8 @@ CHUNK_COLUMNS: Mapping[str, int] = {"cpu": 2048, "cuda": 8192}
 
 
 ALIGNED = 64
+LOWEST = -1e15
+"""A logit of probability 0, also in a softmax of such logits alone that others follow. Its square is finite."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ def vocabulary_logprobs(
     entropy: bool,
     scale: float = 1.0,
     cap: float | None = None,
+    kept_bits: Tensor | None = None,
     chunk_columns: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns log softmax(logits / temperature) at `labels`, and that softmax's entropy, at `positions` only.
@@ -125,7 +128,8 @@ def vocabulary_logprobs(
     Logits are x = scale hidden weight^T, or cap tanh(x / cap) (arXiv:2408.00118, section 2).
     hidden: [tokens, hidden], equal on all tensor ranks; positions: int64 [n], distinct rows of it; labels: int64 [n],
     in the whole vocabulary; weight: [rows of this rank, hidden], float32 or bfloat16 as `hidden`. Returns two float32
-    [n], equal on all tensor ranks; the second is zeros unless `entropy`.
+    [n], equal on all tensor ranks; the second is zeros unless `entropy`. With `kept_bits`, uint8 [n, bytes], both are
+    over each token's own ids: bit i % 8 of byte i // 8 says whether id i is kept, the last byte is for all behind.
 
     Gradients flow from both to `hidden`, the part from this rank's rows (to be summed over tensor ranks), and to
     `weight` unless it is frozen. Products multiply in the dtype of `weight` and give float32, but for the gradient of
@@ -137,7 +141,7 @@ def vocabulary_logprobs(
     chosen: Tensor = Collect.apply(hidden, positions)
     cap = None if cap is None else cap / temperature
     logprobs, entropies = _VocabularyLogprobs.apply(
-        chosen, weight, labels, shard, scale / temperature, cap, entropy, columns
+        chosen, weight, labels, kept_bits, shard, scale / temperature, cap, entropy, columns
     )
     return logprobs, entropies
 
@@ -149,6 +153,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
+        bits: Tensor | None,
         shard: VocabularyShard,
         scale: float,
         cap: float | None,
@@ -163,8 +168,8 @@ class _VocabularyLogprobs(torch.autograd.Function):
         for part in _parts(rows, columns):
             logits = _product(hidden, weight[part].t())
             in_part, column = _labels_in(part, local)
-            of_label += _scaled(logits.gather(1, column)[:, 0], scale, cap).where(in_part, 0.0)
-            higher, of_part, weighted_of_part = sums(logits, top, scale, cap, entropy)
+            of_label += scaled(logits.gather(1, column)[:, 0], scale, cap).where(in_part, 0.0)
+            higher, of_part, weighted_of_part = sums(logits, top, _kept(bits, part, shard), scale, cap, entropy)
             del logits  # before the next ones are made
             _lower(total, weighted, top - higher)
             top = higher
@@ -182,8 +187,8 @@ class _VocabularyLogprobs(torch.autograd.Function):
         log_total = total.log()
         logprobs = of_label - top - log_total
         entropies = log_total - weighted / total if entropy else torch.zeros_like(total)
-        ctx.save_for_backward(hidden, weight, local, top + log_total, entropies)
-        ctx.constants = rows, scale, cap, columns
+        ctx.save_for_backward(hidden, weight, local, bits, top + log_total, entropies)
+        ctx.constants = rows, shard, scale, cap, columns
         if not entropy:
             ctx.mark_non_differentiable(entropies)
         ctx.set_materialize_grads(False)
@@ -191,8 +196,8 @@ class _VocabularyLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, logprob_grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Any, ...]:
-        hidden, weight, local, normalizer, entropies = ctx.saved_tensors
-        rows, scale, cap, columns = ctx.constants
+        hidden, weight, local, bits, normalizer, entropies = ctx.saved_tensors
+        rows, shard, scale, cap, columns = ctx.constants
         hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         gradient_of = _compiled(_gradient, hidden.is_cuda)
@@ -202,15 +207,14 @@ class _VocabularyLogprobs(torch.autograd.Function):
             in_part, column = _labels_in(part, local)
             label_grad = logprob_grad.where(in_part, 0.0)
             logits = _product(hidden, weight[part].t())
-            gradient = gradient_of(
-                logits, normalizer, entropies, logprob_grad, entropy_grad, label_grad, column, scale, cap, weight.dtype
-            )
+            of_tokens = _kept(bits, part, shard), normalizer, entropies, logprob_grad, entropy_grad, label_grad
+            gradient = gradient_of(logits, *of_tokens, column, scale, cap, weight.dtype)
             del logits
             hidden_grad += _product(gradient, weight[part])
             if weight_grad is not None:
                 torch.mm(gradient.t(), hidden, out=weight_grad[part])
             del gradient
-        return hidden_grad.to(hidden.dtype), weight_grad, None, None, None, None, None, None
+        return hidden_grad.to(hidden.dtype), weight_grad, *[None] * 7
 
 
 @cache
@@ -219,7 +223,15 @@ def _compiled(function: Callable[..., Any], on_cuda: bool) -> Callable[..., Any]
     return torch.compile(function, dynamic=True) if on_cuda else function
 
 
-def _scaled(logits: Tensor, scale: float, cap: float | None, memory: Tensor | None = None) -> Tensor:
+def _kept(bits: Tensor | None, part: slice, shard: VocabularyShard) -> Tensor | None:
+    """Unpacks the columns of `part` of `kept_bits`: bool [n, columns]."""
+    if bits is None:
+        return None
+    ids = torch.arange(shard.first + part.start, shard.first + part.stop, device=bits.device)
+    return (bits[:, (ids // 8).clamp(max=bits.shape[1] - 1)] >> (ids % 8).to(torch.uint8)) & 1 > 0
+
+
+def scaled(logits: Tensor, scale: float, cap: float | None, memory: Tensor | None = None) -> Tensor:
     """Returns what the softmax takes of products with the output matrix, in `memory` if it changes them.
 
     `scale` and `cap` are divided by the temperature.
@@ -229,15 +241,20 @@ def _scaled(logits: Tensor, scale: float, cap: float | None, memory: Tensor | No
     return torch.mul(torch.tanh(torch.mul(logits, scale / cap, out=memory), out=memory), cap, out=memory)
 
 
+def _masked(logits: Tensor, kept: Tensor | None) -> Tensor:
+    """Lowers logits that are not `kept` until they count nothing; infinite ones would make NaN of an entropy."""
+    return logits if kept is None else torch.where(kept, logits, LOWEST)
+
+
 def _sums(
-    logits: Tensor, top: Tensor, scale: float, cap: float | None, entropy: bool
+    logits: Tensor, top: Tensor, kept: Tensor | None, scale: float, cap: float | None, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns the highest scaled logit x of each row and `top`; sums over the row of e^y and y e^y, y = x - highest.
 
     Op by op it reuses the memory of `logits`; compiled it leaves them alone, because writing them takes time.
     """
     memory = None if torch.compiler.is_compiling() else logits
-    logits = _scaled(logits, scale, cap, memory)
+    logits = _masked(scaled(logits, scale, cap, memory), kept)
     higher = torch.maximum(top, logits.amax(-1))
     logits = torch.sub(logits, higher[:, None], out=memory)
     if not entropy:
@@ -248,6 +265,7 @@ def _sums(
 
 def _gradient(
     logits: Tensor,
+    kept: Tensor | None,
     normalizer: Tensor,
     entropies: Tensor,
     logprob_grad: Tensor,
@@ -265,7 +283,7 @@ def _gradient(
     d x / d logit = scale (1 - (x / cap)^2)
     """
     memory = None if torch.compiler.is_compiling() else logits
-    logits = _scaled(logits, scale, cap, memory)
+    logits = _masked(scaled(logits, scale, cap, memory), kept)
     slope = scale if cap is None else logits.square().mul_(-scale / cap**2).add_(scale)
     log_p = torch.sub(logits, normalizer[:, None], out=memory)
     factor = -logprob_grad[:, None]

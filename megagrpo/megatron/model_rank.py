@@ -18,7 +18,8 @@ from megagrpo.checkpoint.store import SavedFile
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.megatron import process
 from megagrpo.megatron.batch import Batch, Minibatch, ResponseTokens, as_tensors, sum_over_ranks
-from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
+from megagrpo.megatron.heads import VocabularyShard, output_weight
+from megagrpo.megatron.kept_head import kept_logprobs
 from megagrpo.megatron.model import unwrapped
 from megagrpo.megatron.offload import Offload, Part
 from megagrpo.megatron.replay import RoutesOnRank
@@ -98,10 +99,11 @@ class ModelRank:
             self.where.tensor * (architecture.padded_vocab(tensor) // tensor),
             parallel_state.get_tensor_model_parallel_group() if tensor > 1 else None,
         )
-        return vocabulary_logprobs(
+        return kept_logprobs(
             output,
             response.positions,
             response.labels,
+            response.kept,
             output_weight(unwrapped(self.policy.chunks[-1])),
             shard,
             temperature=self.temperature / sharpening,

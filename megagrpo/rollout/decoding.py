@@ -19,7 +19,7 @@ from megagrpo.errors import DIVERGED_FIX, EngineError, Problem
 from megagrpo.rollout.read_routes import ReadRoutes
 from megagrpo.rollout.requests import after_begun
 from megagrpo.splitmix64 import GAMMA, mixed, shifted
-from megagrpo.types import FinishReason, Request, Sample, SamplingParams
+from megagrpo.types import FinishReason, KeptSets, Request, Sample, SamplingParams
 
 GROWTH_TOKENS = 32  # smallest step by which the cache grows; larger ones are half of what is in use
 COMPACT_BELOW = 0.75  # ended rows are dropped once fewer than this share of the batch still runs
@@ -64,15 +64,17 @@ def decode(
             of = f"{name}: sample {at.index} of prompt {at.prompt_id}, by weights of version {version}"
             where = f"{of}: token {position + 1} of its response"
             raise EngineError(Problem(where, "logits that are NaN or infinite", "finite numbers", DIVERGED_FIX))
-        tokens, logprobs = draw(logits, uniforms(batch.seeds, batch.begun + position), sampling)
+        tokens, logprobs, kept = draw(logits, uniforms(batch.seeds, batch.begun + position), sampling)
+        if kept is not None:
+            record.keep_sets(kept.cpu().numpy())
         running = record.add(position, tokens.cpu().numpy(), logprobs.cpu().numpy(), version, stops)
         if not running.any() or (version := before_step()) is None:
             return
         if running.sum() < COMPACT_BELOW * len(running):
-            kept = torch.from_numpy(running.nonzero()[0]).to(device)
-            batch.keep(kept)
+            going_on = torch.from_numpy(running.nonzero()[0]).to(device)
+            batch.keep(going_on)
             record.keep(running)
-            tokens = tokens[kept]
+            tokens = tokens[going_on]
         logits = batch.step(model, tokens)
         if record.routes is not None:
             record.routes.add_step(record.row_of_slot)
@@ -139,6 +141,13 @@ class Record:
         self.lengths = np.zeros(rows, dtype=np.int64)
         self.stopped = np.zeros(rows, dtype=bool)
         self.row_of_slot = np.arange(rows)
+        self.sets: list[list[np.ndarray]] | None = [[] for _ in requests] if requests[0].sampling.kept_sets else None
+
+    def keep_sets(self, kept: np.ndarray) -> None:
+        """Records the kept sets of what `add` is about to record, bool [slots, vocab]."""
+        if self.sets is not None:
+            for row, ids in zip(self.row_of_slot, kept, strict=True):
+                self.sets[row].append(ids.nonzero()[0].astype(np.int32))
 
     def add(
         self, position: int, tokens: np.ndarray, logprobs: np.ndarray, version: int, stops: np.ndarray
@@ -166,10 +175,12 @@ class Record:
         for row, (at, length) in enumerate(zip(self.requests, self.lengths.tolist(), strict=True)):
             finish: FinishReason = "stop" if self.stopped[row] else "length" if length == self.limits[row] else "abort"
             tokens, logprobs, versions = (array[row, :length].copy() for array in arrays)
-            routes = None
+            routes, kept = None, None if self.sets is None else KeptSets.of(self.sets[row][:length])
             if ended and length and self.routes is not None:
                 routes = self.routes.of(row, length, f"sample {at.index} of prompt {at.prompt_id}")
-            sample = Sample(at.prompt_id, at.index, tokens, logprobs, versions, finish, "", routes=routes)
+            sample = Sample(
+                at.prompt_id, at.index, tokens, logprobs, versions, finish, "", routes=routes, kept=kept
+            )
             samples.append(after_begun(at, sample))
         return samples
 
@@ -182,34 +193,43 @@ def broken(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return ~(logits.amax(-1).float() / (temperature or 1.0)).isfinite()
 
 
-def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(
+    logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingParams
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Draws tokens (int64 [rows]) and their logprobs (float32 [rows]) from `logits` [rows, vocab], `uniforms` [rows].
 
-    Inverts the cumulative distribution at each row's uniform number. The logprob is under the whole
-    temperature-scaled distribution even when top-k or top-p narrowed the draw, and at temperature 1 when greedy.
+    Inverts the cumulative distribution at each row's uniform number. With `sampling.kept_sets` it returns the kept set
+    of each row as well, bool [rows, vocab], and logprobs are over it. Otherwise they are under the whole
+    temperature-scaled distribution even when top-k, top-p or min-p narrowed the draw, and at temperature 1 when greedy.
     """
-    logits = logits.float()
+    logits, kept = logits.float(), None
     if sampling.temperature == 0:
         logprobs = logits.log_softmax(-1)
         tokens = logits.argmax(-1)
     else:
         logprobs = (logits / sampling.temperature).log_softmax(-1)
+        probabilities = truncate(logprobs.exp(), sampling.top_k, sampling.top_p, sampling.min_p)
         # The first token whose cumulated weight exceeds the uniform share of the total; never one of weight 0.
-        cumulated = truncate(logprobs.exp(), sampling.top_k, sampling.top_p).cumsum(-1, dtype=torch.float64)
+        cumulated = probabilities.cumsum(-1, dtype=torch.float64)
         tokens = torch.searchsorted(cumulated, uniforms[:, None] * cumulated[:, -1:], right=True)[:, 0]
-    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+        if sampling.kept_sets:
+            kept = probabilities > 0
+            logprobs = logprobs - logprobs.masked_fill(~kept, -torch.inf).logsumexp(-1, keepdim=True)
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0], kept
 
 
-def truncate(probabilities: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Returns `probabilities` [rows, vocab] with 0 outside the k likeliest tokens (0: all), then outside their nucleus.
+def truncate(probabilities: torch.Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> torch.Tensor:
+    """Returns `probabilities` [rows, vocab] with 0 outside the k likeliest tokens (0: all), then outside their nucleus,
+    then for tokens that are less likely than `min_p` times the likeliest (arXiv:2407.01082).
 
     The nucleus is the smallest set of likeliest tokens whose share of the remaining mass reaches `top_p`
     (Holtzman et al., arXiv:1904.09751). Not renormalised, and in the order of the vocabulary: two tokens that swap
     ranks by a rounding error then do not swap places under the uniform number.
     """
     vocab = probabilities.shape[-1]
+    likely = probabilities >= min_p * probabilities.amax(-1, keepdim=True)
     if not 0 < top_k < vocab and top_p >= 1:
-        return probabilities
+        return probabilities * likely
     ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
     if 0 < top_k < vocab:
         ranked = ranked[:, :top_k]
@@ -218,7 +238,7 @@ def truncate(probabilities: torch.Tensor, top_k: int, top_p: float) -> torch.Ten
         total = ranked.cumsum(-1, dtype=torch.float64)
         mass_before = total - ranked
         ranked = ranked.masked_fill(mass_before >= top_p * total[:, -1:], 0.0)
-    return torch.zeros_like(probabilities).scatter(-1, order, ranked)
+    return torch.zeros_like(probabilities).scatter(-1, order, ranked) * likely
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.recipe.defaults import dtype_name, replayed_routes, run_directory
-from megagrpo.types import Request, Sample
+from megagrpo.types import KeptSets, Request, Sample
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import read_architecture
 
@@ -41,6 +41,7 @@ class SoFar:
     tokens: np.ndarray  # int32 [t]
     logprobs: np.ndarray  # float32 [t]
     versions: np.ndarray  # int32 [t]
+    kept: KeptSets  # [t]
 
     @classmethod
     def of(cls, samples: Mapping[int, Sample]) -> SoFar:
@@ -53,6 +54,7 @@ class SoFar:
             np.concatenate([np.empty(0, np.int32), *(one.tokens[:count] for one, count in parts)]),
             np.concatenate([np.empty(0, np.float32), *(one.logprobs[:count] for one, count in parts)]),
             np.concatenate([np.empty(0, np.int32), *(one.versions[:count] for one, count in parts)]),
+            KeptSets.joined((one.kept and one.kept.part(0, count), count) for one, count in parts),
         )
 
     def counts(self) -> dict[int, int]:
@@ -65,7 +67,8 @@ class SoFar:
         for ticket, (start, end) in zip(self.tickets.tolist(), pairwise([0, *self.ends.tolist()]), strict=True):
             if (at := requests.get(ticket)) is not None:
                 tokens, logprobs, versions = (array[start:end] for array in (self.tokens, self.logprobs, self.versions))
-                samples[ticket] = Sample(at.prompt_id, at.index, tokens, logprobs, versions, "abort", "")
+                kept = self.kept.part(start, end) if at.sampling.kept_sets else None
+                samples[ticket] = Sample(at.prompt_id, at.index, tokens, logprobs, versions, "abort", "", kept=kept)
         return samples
 
 

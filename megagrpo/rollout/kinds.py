@@ -49,6 +49,12 @@ class EngineKind:
     """True if quantised engines multiply in float8, on GPUs that do, in place of bfloat16. False: they compute with the
     values that blocks stand for, on any device, in the model's dtype."""
 
+    returns_kept_sets = False
+    """True if samples can have their kept sets: the ids among which rollout.top_p, top_k and min_p drew each token."""
+
+    returns_sets_of_min_p = True
+    """False if rollout.min_p must be 0."""
+
     settings: str | None = None
     """Name of the section of `rollout` that has the settings of its servers, which recipes of other kinds leave out."""
 
@@ -67,6 +73,10 @@ class EngineKind:
     def returns_routes(self, rollout: RolloutConfig) -> bool:
         """Returns whether samples can have the experts that an engine chose (routes.py)."""
         return False
+
+    def kept_ids_max(self, rollout: RolloutConfig) -> int | None:
+        """Returns the largest rollout.top_k with which an engine returns kept sets. None: it needs no top_k."""
+        return None
 
     def keeps_prefixes(self, rollout: RolloutConfig) -> bool:
         """Returns whether an engine caches the tokens of earlier requests."""
@@ -125,7 +135,7 @@ class EngineKind:
 class Transformers(EngineKind):
     """The embedded engine, for CPUs and tests."""
 
-    quantizes = True
+    quantizes = returns_kept_sets = True
 
     def returns_routes(self, rollout: RolloutConfig) -> bool:
         return True
@@ -147,13 +157,18 @@ class External(EngineKind):
     """SGLang servers that run already. The recipe does not know their options."""
 
     started_by_us = False
-    streams = splits = experts_need_gpus = reads_files = True
+    streams = splits = experts_need_gpus = reads_files = returns_kept_sets = True
+    returns_sets_of_min_p = False  # its sampler by seeds fails
 
     def returns_routes(self, rollout: RolloutConfig) -> bool:
         return rollout.layout.pipeline == 1  # SGLang's first stage answers, with 0 for the layers of others
 
     def route_bytes(self, arch: Architecture) -> float:
         return 4 / 3 * 4 * len(arch.layers) * arch.experts_per_token  # base64 of int32, of layers without experts too
+
+    def kept_ids_max(self, rollout: RolloutConfig) -> int | None:
+        most = self.options(rollout).get("sampling_mask_max_tokens")
+        return most if isinstance(most, int) and most > 0 else 4096  # SGLang's default
 
     def keeps_prefixes(self, rollout: RolloutConfig) -> bool:
         return not self.options(rollout).get("disable_radix_cache")

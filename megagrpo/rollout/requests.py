@@ -14,7 +14,7 @@ from megagrpo.recipe.defaults import replays_routes
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.eval import EvalSet
 from megagrpo.recipe.schema.rollout import RolloutConfig
-from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams
+from megagrpo.types import Group, KeptSets, Prompt, Request, Sample, SamplingParams
 
 SEED_BITS = 63  # a seed fits a signed 64-bit integer, which torch and most engines want
 
@@ -26,8 +26,10 @@ def sampling_of(recipe: Recipe, section: RolloutConfig | EvalSet) -> SamplingPar
         temperature=section.temperature,
         top_p=section.top_p,
         top_k=section.top_k,
+        min_p=section.min_p if isinstance(section, RolloutConfig) else 0.0,
         stop_tokens=tuple(recipe.rollout.stop_token_ids),
         routes=section is recipe.rollout and replays_routes(recipe),
+        kept_sets=isinstance(section, RolloutConfig) and bool(section.narrowing),
     )
 
 
@@ -45,7 +47,8 @@ def training_requests(recipe: Recipe, prompt: Prompt, step: int) -> list[Request
     """Returns all requests of a prompt in a step: its samples, then the greedy response that remax wants."""
     sampling = sampling_of(recipe, recipe.rollout)
     samples, seeds = recipe.rollout.samples_per_prompt, {"recipe_seed": recipe.seed, "step": step}
-    greedy, likeliest = recipe.algorithm.greedy_responses, replace(sampling, temperature=0.0, routes=False)
+    likeliest = replace(sampling, temperature=0.0, routes=False, kept_sets=False)
+    greedy = recipe.algorithm.greedy_responses
     return [
         *requests_for(prompt, samples=samples, sampling=sampling, **seeds),
         *requests_for(prompt, samples=greedy, sampling=likeliest, first_index=samples, **seeds),
@@ -95,8 +98,11 @@ def after_begun(request: Request, sample: Sample) -> Sample:
             where = f"sample {request.index} of prompt {request.prompt_id}, resumed after {len(begun.tokens)} tokens"
             raise EngineError(Problem(where, f"routes of {begun.routes.tokens} tokens", f"of {wanted}"))
         routes = begun.routes.joined(routes)
+    kept = begun.kept
+    if kept is not None or sample.kept is not None:
+        kept = KeptSets.joined([(one.kept, len(one.tokens)) for one in (begun, sample)])
     versions = np.concatenate([begun.versions, sample.versions])
-    return replace(sample, tokens=tokens, logprobs=logprobs, versions=versions, routes=routes)
+    return replace(sample, tokens=tokens, logprobs=logprobs, versions=versions, routes=routes, kept=kept)
 
 
 def with_baseline(group: Group, recipe: Recipe) -> Group:

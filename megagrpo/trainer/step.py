@@ -324,12 +324,14 @@ def group_of_row(groups: Sequence[Group]) -> np.ndarray:
 
 def train_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequence]:
     """Returns the chosen rows (bool [rows]) as sequences, each with a response token. An agent's rollout is one
-    sequence for each branch that is trained on."""
+    sequence for each branch that is trained on. Raises EngineError for kept sets that are not those of their tokens."""
     prompts = (np.array(group.prompt.tokens, np.int64) for group in groups)
     samples = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group.samples]
     sequences: list[TrainSequence] = []
     for row, (prompt, sample) in enumerate(samples):
-        first = 0
+        first, kept = 0, None
+        if sample.kept is not None:
+            sample.kept.require(sample.tokens, f"sample {sample.index} of prompt {sample.prompt_id}")
         for branch in branches_of(prompt, sample) if rows[row] else ():
             trained = np.flatnonzero(branch.trained)
             if not len(trained):
@@ -339,7 +341,9 @@ def train_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequ
             rollout_logprobs[trained] = sample.logprobs[first : first + len(trained)]
             tokens, loss_mask = branch.tokens[:length].astype(np.int64), branch.trained[:length]
             routes = branch.routes and branch.routes.before(length)
-            sequences.append(TrainSequence(tokens, loss_mask, rollout_logprobs, row, first, routes))
+            if sample.kept is not None:
+                kept = sample.kept.part(first, first + len(trained))
+            sequences.append(TrainSequence(tokens, loss_mask, rollout_logprobs, row, first, routes, kept))
             first += len(trained)
     return sequences
 

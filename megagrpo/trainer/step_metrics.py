@@ -92,6 +92,14 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "response_tokens/aborted_share": float(np.mean([sample.finish == "abort" for sample in samples])),
         "prompt_tokens/mean": float(np.mean([len(group.prompt.tokens) for group in groups])),
     }
+    if kept := [sample.kept.sizes for sample in samples if sample.kept is not None]:
+        sizes = np.concatenate(kept)
+        narrowed = sizes[sizes > 0]
+        metrics |= {
+            "kept_sets/share": len(narrowed) / max(int(lengths.sum()), 1),
+            "kept_sets/mean": float(narrowed.mean()) if len(narrowed) else nan,
+            "kept_sets/max": float(narrowed.max(initial=0)),
+        }
     metrics |= {f"reward/{name}": value for name, value in score_parts(scores).items()}
     sources = sorted({group.prompt.data_source for group in groups})
     for source in sources if len(sources) > 1 else ():

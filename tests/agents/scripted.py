@@ -18,7 +18,7 @@ from megagrpo.agents.chat import Chat
 from megagrpo.agents.gateway import Gateway
 from megagrpo.agents.turns import AskedTurn, Limits, Rollout
 from megagrpo.routes import Routes
-from megagrpo.types import AgentRun, Branch, Request, Sample, SamplingParams
+from megagrpo.types import AgentRun, Branch, KeptSets, Request, Sample, SamplingParams
 from tests.agents.families import chat_of
 
 
@@ -59,6 +59,7 @@ class ScriptedEngine:
             request.prompt_id, request.index, np.array(tokens, np.int32), np.array(logprobs, np.float32),
             np.full(len(tokens), self.version, np.int32), self.finish or finish, "",  # type: ignore[arg-type]
             routes=self.routes([*request.tokens, *tokens]) if request.sampling.routes else None,
+            kept=KeptSets.of([np.array([token, token + len(tokens)]) for token in tokens]),
         )  # fmt: skip
         self.seen.append((request, key, sample))
         self.version += 1
@@ -183,6 +184,7 @@ def check(record: Rollout, sample: Sample, seen: Sequence[tuple[tuple[int, ...],
             if np.array_equal(output.tokens[:count], turn.sampled)
             and np.array_equal(output.logprobs[:count], turn.logprobs)
             and np.array_equal(output.versions[:count], turn.versions)
+            and np.array_equal(output.kept.ids[: 2 * count], turn.kept.ids)
         ]
         assert same, f"turn {turn.number}: the engine saw no such prompt and said no such answer"
     run = sample.agent
@@ -211,6 +213,8 @@ def check(record: Rollout, sample: Sample, seen: Sequence[tuple[tuple[int, ...],
     expected = [by_number[turn.number] for turn in run.turns]
     assert [*sample.logprobs] == [value for turn in expected for value in turn.logprobs]
     assert [*sample.versions] == [value for turn in expected for value in turn.versions]
+    assert sample.kept is None or [*sample.kept.ids] == [token for turn in expected for token in turn.kept.ids]
+    assert (sample.kept is None) == (not expected)
 
 
 def check_routes(branch: Branch, path: Sequence[AskedTurn]) -> None:

@@ -16,7 +16,7 @@ from megagrpo.batching.rank_batches import Microbatch, TrainSequence
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.megatron import model, process
 from megagrpo.megatron.batch import Packed, pack
-from megagrpo.megatron.heads import VocabularyShard, _scaled, output_weight, vocabulary_logprobs
+from megagrpo.megatron.heads import VocabularyShard, output_weight, scaled, vocabulary_logprobs
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.recipe.schema import LayoutConfig, TrainConfig
 from megagrpo.weights.families import read_architecture
@@ -84,7 +84,7 @@ def logits_of_chunks(
     packed, outputs = rank_microbatches(layout, microbatches), []
 
     def keep(_: int, hidden: torch.Tensor) -> torch.Tensor:
-        outputs.append(_scaled(logits_of(chunks[-1], hidden).float(), arch.logit_scale, arch.logit_cap))
+        outputs.append(scaled(logits_of(chunks[-1], hidden).float(), arch.logit_scale, arch.logit_cap))
         return hidden.sum()
 
     model.forward(chunks, packed, keep)

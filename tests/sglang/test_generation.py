@@ -40,6 +40,28 @@ def test_logprobs_are_those_of_transformers_over_the_whole_vocabulary(
 
 
 @pytest.mark.parametrize("which", ["tied_server", "split_server"])
+def test_kept_sets_and_logprobs_over_them_are_those_of_transformers(which: str, request: pytest.FixtureRequest) -> None:
+    """Answers come in several parts."""
+    served: Served = request.getfixturevalue(which)
+    sampling = SamplingParams(70, temperature=0.8, top_k=20, top_p=0.3, kept_sets=True)
+    asked = [ask(prompt, sampling, seed=i, index=i) for i, prompt in enumerate(PROMPTS)]
+    sizes = set()
+    for one, sample in zip(asked, generate(served.engine, asked), strict=True):
+        logits = logits_of(served.directory, one.tokens, sample.tokens.tolist()).double() / sampling.temperature
+        assert sample.kept is not None
+        starts = sample.kept.ends - sample.kept.sizes
+        for at, (row, token) in enumerate(zip(logits, sample.tokens.tolist(), strict=True)):
+            ranked = row.softmax(-1).sort(descending=True)
+            before = ranked.values.cumsum(-1) - ranked.values
+            kept = ranked.indices[:20][before[:20] <= sampling.top_p].sort().values
+            assert sample.kept.ids[starts[at] : sample.kept.ends[at]].tolist() == kept.tolist()
+            expected = row[kept].log_softmax(-1)[kept == token].item()
+            assert abs(sample.logprobs[at] - expected) < 1e-5
+            sizes.add(len(kept))
+    assert len(sizes) > 3
+
+
+@pytest.mark.parametrize("which", ["tied_server", "split_server"])
 def test_a_seed_makes_the_same_sample_alone_and_among_others(which: str, request: pytest.FixtureRequest) -> None:
     engine = request.getfixturevalue(which).engine
     seeds = [1, 2**62 + 1, 2**62 + 2, 2**63 - 1]  # the last ones differ in their lower or upper half only

@@ -64,7 +64,7 @@ column = torch.randint(0, columns, (rows, 1))
 grads = normalizer + 10, normalizer.abs(), of_logprob, of_entropy, of_logprob, column
 moved, errors = [], []
 for cap, function in itertools.product((None, 2.0), (_sums, _gradient)):
-    more = (top, 0.7, cap, True) if function is _sums else (*grads, 0.7, cap, torch.bfloat16)
+    more = (top, None, 0.7, cap, True) if function is _sums else (None, *grads, 0.7, cap, torch.bfloat16)
     metrics.reset()
     before = logits.clone()
     fused = torch.compile(function, dynamic=True)(logits, *more)

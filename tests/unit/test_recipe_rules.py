@@ -45,7 +45,7 @@ ALONE = """
     train.optimizer.min_lr=1e-7 train.optimizer.warmup_steps=3 train.offload=[reference] train.offload=[critic]
     algorithm.minibatches=3 algorithm.advantage.epsilon=0 algorithm.loss.name=kl_cov algorithm.kl.target=0.1
     algorithm.reference.update_every_steps=1 algorithm.correction.weights.high=0.5
-    algorithm.correction.weights.low=1.5 rollout.top_p=0.9 rollout.top_k=5 rollout.urls=[http://a:1]
+    algorithm.correction.weights.low=1.5 rollout.top_k=1 rollout.urls=[http://a:1]
     rollout.api_key_variable=KEY rollout.layout.tensor=2 rollout.samples_per_prompt=1 cluster.engine_devices=1
     eval.samples_per_prompt=4 eval.top_p=0.5 checkpoint.keep_best=main/mean@1 weights.transfer=disk
     weights.directory=/tmp rollout.prompts_per_step=1000000 eval.temperature=0.0005 schedule.max_staleness=1
@@ -88,6 +88,10 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("eval.sets.main.solved_at", [EVAL, "eval.sets.main.solved_at=0.5"]),
     ("eval.sets.a set", ["eval.sets.a set={files: [{path: a}]}"]),
     ("eval.sets.train", ["eval.sets.train={files: [{path: a}]}"]),
+    ("rollout.top_k", [*SGLANG, "rollout.top_p=0.9"]),
+    ("rollout.top_k", [*EXTERNAL, "rollout.top_k=4097"]),
+    ("rollout.top_k", [*SGLANG, "rollout.top_k=101", "rollout.sglang={sampling_mask_max_tokens: 100}"]),
+    ("rollout.min_p", [*SGLANG, "rollout.min_p=0.1"]),
     ("rollout.urls", ["rollout.engine=external"]),
     ("rollout.urls", ["rollout.engine=external", "rollout.urls=[http://a:1, http://b:1]"]),
     ("rollout.urls", ["rollout.engine=external", "rollout.engines=2", "rollout.urls=[http://a:1, http://a:1]"]),
@@ -297,8 +301,8 @@ def test_a_rule_is_a_line_and_its_text(found: Any, tmp_path: Path, monkeypatch: 
 
 
 def test_all_broken_rules_are_found_at_once_in_every_section() -> None:
-    broken = recipe_with("rollout.top_p=0.5", "train.total_steps=null", "train.layout.last_stage_layers=2")
-    wheres = ["rollout.top_p", "train.layout.last_stage_layers", "train.total_steps"]
+    broken = recipe_with("rollout.top_k=1", "train.total_steps=null", "train.layout.last_stage_layers=2")
+    wheres = ["rollout.top_k", "train.layout.last_stage_layers", "train.total_steps"]
     assert [problem.where for problem in broken_rules(broken)] == wheres
 
 

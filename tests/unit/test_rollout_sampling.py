@@ -1,9 +1,11 @@
 """Draws of a sample: seeds, uniform numbers, the sets that top-k and top-p leave, and SGLang's hash for CPUs."""
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,21 +52,37 @@ def chi_square(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:
 def test_drawn_tokens_follow_the_temperature_scaled_distribution() -> None:
     logits = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.0, -2.0, 0.5, -0.3])
     probabilities = (logits.double() / 0.7).softmax(-1)
-    tokens, logprobs = draw(
+    tokens, logprobs, _ = draw(
         logits.expand(DRAWS, -1), numbers(DRAWS, 1)[:, 0], SamplingParams(max_tokens=1, temperature=0.7)
     )
     assert chi_square(tokens, probabilities) < CHI_SQUARE_999_7_DEGREES
     torch.testing.assert_close(logprobs.double(), probabilities.log()[tokens], atol=1e-6, rtol=0)
 
 
-def test_top_k_and_top_p_renormalise_over_their_set_and_leave_the_logprob_alone() -> None:
+@pytest.mark.parametrize("kept_sets", [False, True])
+@pytest.mark.parametrize(
+    ("sampling", "nucleus"),
+    [
+        # The six likeliest hold 0.94; four of them hold 0.80 > 0.8 x 0.94, three only 0.70.
+        (SamplingParams(1, top_k=6, top_p=0.8), [1, 2, 4, 5]),
+        (SamplingParams(1, min_p=0.25), [1, 2, 3, 4, 5]),
+        (SamplingParams(1, min_p=0.5, top_k=3), [1, 4, 5]),
+    ],
+    ids=["top-k and top-p", "min-p", "min-p and top-k"],
+)
+def test_draws_are_renormalised_over_their_set_as_are_logprobs_where_it_is_wanted(
+    sampling: SamplingParams, nucleus: list[int], kept_sets: bool
+) -> None:
     probabilities = torch.tensor([0.02, 0.30, 0.10, 0.08, 0.25, 0.15, 0.04, 0.06], dtype=torch.float64)
-    sampling = SamplingParams(max_tokens=1, top_k=6, top_p=0.8)
-    # The six likeliest hold 0.94; four of them hold 0.80 > 0.8 x 0.94, three only 0.70.
-    nucleus = torch.tensor([0.0, 0.30, 0.10, 0.0, 0.25, 0.15, 0.0, 0.0], dtype=torch.float64)
-    tokens, logprobs = draw(probabilities.log().expand(DRAWS, -1), numbers(DRAWS, 1)[:, 0], sampling)
-    assert chi_square(tokens, nucleus / nucleus.sum()) < CHI_SQUARE_999_7_DEGREES
-    torch.testing.assert_close(logprobs.double(), probabilities.log()[tokens], atol=1e-6, rtol=0)
+    among = torch.zeros(8, dtype=torch.float64)
+    among[nucleus] = probabilities[nucleus] / probabilities[nucleus].sum()
+    wanted = replace(sampling, kept_sets=kept_sets)
+    tokens, logprobs, kept = draw(probabilities.log().expand(DRAWS, -1), numbers(DRAWS, 1)[:, 0], wanted)
+    assert chi_square(tokens, among) < CHI_SQUARE_999_7_DEGREES
+    assert (kept is not None) == kept_sets
+    assert kept is None or torch.equal(kept, (among > 0).expand(DRAWS, -1))
+    expected = among if kept_sets else probabilities
+    torch.testing.assert_close(logprobs.double(), expected.log()[tokens], atol=1e-6, rtol=0)
 
 
 def nucleus_by_hand(row: list[float], top_k: int, top_p: float) -> set[int]:
@@ -94,13 +112,13 @@ def test_truncation_keeps_the_smallest_likeliest_set(rows: list[list[int]], top_
 
 def test_extreme_uniform_numbers_never_draw_an_impossible_token() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]]).expand(2, -1)
-    tokens, _ = draw(logits, torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64), SamplingParams(max_tokens=1))
+    tokens, *_ = draw(logits, torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64), SamplingParams(max_tokens=1))
     assert tokens.tolist() == [1, 2]
 
 
 def test_greedy_takes_the_likeliest_with_its_logprob_at_temperature_one() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0]])
-    tokens, logprobs = draw(
+    tokens, logprobs, _ = draw(
         logits, torch.tensor([0.999], dtype=torch.float64), SamplingParams(max_tokens=1, temperature=0.0)
     )
     assert tokens.tolist() == [1]

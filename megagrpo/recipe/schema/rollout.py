@@ -118,7 +118,7 @@ AlertName = Literal[
 """The rules of docs/health.md."""
 
 RESPONSES_MAX = 2**20
-SGLANG_NUMBERS = ("max_running_requests", "max_total_tokens", "chunked_prefill_size")
+SGLANG_NUMBERS = ("max_running_requests", "max_total_tokens", "chunked_prefill_size", "sampling_mask_max_tokens")
 
 
 def has_host(url: str) -> bool:
@@ -165,10 +165,15 @@ class RolloutConfig(Section):
     """Divides the logits when sampling, and again when training, so that both see one distribution."""
 
     top_p: Fraction = 1.0
-    """Nucleus sampling. Must be 1 in training rollouts: the trainer does not renormalise over the nucleus."""
+    """Nucleus sampling: from the likeliest tokens that hold this share of the probability. Training then renormalises
+    over the tokens among which the engine drew each one. SGLang returns these only with a top_k."""
 
     top_k: NonNegativeInt = 0
-    """Sample from the k most likely tokens only; 0 is all. Must be 0 in training rollouts, for the same reason."""
+    """Sample from the k most likely tokens only; 0 is all. Training renormalises as for top_p."""
+
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Sample only from tokens that are at least so likely, as a share of the likeliest one's probability; 0 is all.
+    Training renormalises as for top_p. For the transformers engine."""
 
     stop_token_ids: list[NonNegativeInt] = []
     """Token ids that end a response, besides the end-of-sequence tokens of the model's files and of its tokenizer."""
@@ -217,7 +222,7 @@ class RolloutConfig(Section):
     @property
     def narrowing(self) -> list[str]:
         """Returns the fields that keep tokens from being sampled: the trainer then needs each token's kept set."""
-        return [field for field, whole in (("top_p", 1), ("top_k", 0)) if getattr(self, field) != whole]
+        return [field for field, whole in (("top_p", 1), ("top_k", 0), ("min_p", 0)) if getattr(self, field) != whole]
 
     @property
     def samples_per_step(self) -> int:
@@ -226,8 +231,17 @@ class RolloutConfig(Section):
 
     RULES: ClassVar[Rules[RolloutConfig]] = {
         "too_many_responses": lambda r: r.samples_per_step > RESPONSES_MAX,
-        "top_p_of_training": lambda r: r.top_p != 1,
-        "top_k_of_training": lambda r: r.top_k,
+        "kept_sets_of_another_engine": lambda r: (
+            {"field": field, "value": getattr(r, field)} for field in r.narrowing if not r.kind.returns_kept_sets
+        ),
+        "top_k_of_kept_sets": lambda r: (
+            (most := r.kind.kept_ids_max(r)) is not None
+            and (r.top_p != 1 or r.top_k)
+            and not 0 < r.top_k <= most
+            and {"most": most, "advised": most // 2}
+        ),
+        "min_p_of_another_engine": lambda r: r.min_p and not r.kind.returns_sets_of_min_p,
+        "nothing_to_choose": lambda r: r.top_k == 1,
         "no_urls": lambda r: not r.kind.started_by_us and not r.urls,
         "urls_of_engines": lambda r: (
             r.urls and not r.kind.started_by_us and len(r.urls) != r.engines and {"count": len(r.urls)}

@@ -23,7 +23,7 @@ import numpy as np
 from megagrpo.errors import EngineError, Problem
 from megagrpo.rollout.requests import after_begun
 from megagrpo.routes import Routes, RouteSizes
-from megagrpo.types import FinishReason, Request, Sample
+from megagrpo.types import FinishReason, KeptSets, Request, Sample
 
 CONNECT_ATTEMPTS = 3
 CONNECT_PAUSE_SECONDS = 0.5
@@ -54,6 +54,7 @@ def generate_body(
         "input_ids": list(request.read),
         "return_logprob": True,
         **({"return_routed_experts": True} if routes else {}),
+        **({"return_sampling_mask": True} if sampling.kept_sets else {}),
         "extra_key": str(version),
         "stream": streams,
         "sampling_params": {
@@ -77,7 +78,7 @@ class Answer:
 
     def __init__(self, request: Request, version: int | None = None, routes: ServedRoutes | None = None) -> None:
         self.request, self._version, self._routes = request, version, routes
-        self._tokens, self._logprobs = array("i"), array("f")
+        self._tokens, self._logprobs, self._sets = array("i"), array("f"), list[np.ndarray]()
         self._versions: np.ndarray | None = np.zeros(0, np.int32)
         """Versions of the first tokens, as far as the server has reported. None: one is missing or is not a number."""
         self._meta: Mapping[str, Any] = {}
@@ -89,8 +90,16 @@ class Answer:
         new = meta["completion_tokens"] - len(self._tokens)
         tokens, entries = part["output_ids"][:new], (meta.get("output_token_logprobs") or [])[:new]
         self._agree &= len(tokens) == new and [entry[1] for entry in entries] == tokens
+        logprobs = [entry[0] for entry in entries]
+        if self.request.sampling.kept_sets:
+            logprobs = (meta.get("output_token_sampling_logprobs") or [])[:new]  # renormalised over the sets
+            sets = (meta.get("output_token_sampling_mask") or [])[:new]
+            self._agree &= all(sets)
+            self._sets += map(np.array, sets)
+            if (meta.get("finish_reason") or {}).get("type") == "abort":
+                tokens = tokens[: len(sets)]  # SGLang sends no sets at the end of a request that waits
         self._tokens.extend(tokens)
-        self._logprobs.extend(entry[0] for entry in entries)
+        self._logprobs.extend(logprobs)
         spans = meta.get("weight_versions")
         if self._version is not None:
             spans = [{"version": self._version, "start": 0, "end": len(self._tokens)}]
@@ -123,7 +132,10 @@ class Answer:
         meta = self._meta
         finish = FINISHES.get((meta.get("finish_reason") or {}).get("type", ""))
         versions = self._versions
-        agree = self._agree and np.isfinite(np.array(self._logprobs)).all()
+        where = f"{engine}: sample {self.request.index} of prompt {self.request.prompt_id}"
+        if self.request.sampling.kept_sets:
+            KeptSets.of(self._sets).require(np.array(self._tokens), where)
+        agree = self._agree and len(self._logprobs) == self.count and np.isfinite(np.array(self._logprobs)).all()
         if finish is None or versions is None or len(versions) != self.count or not agree:
             raise EngineError(
                 Problem(
@@ -139,16 +151,19 @@ class Answer:
             finish = "stop"
         elif finish == "abort" and self.count == self.request.tokens_left:
             finish = "length"
-        where = f"{engine}: sample {self.request.index} of prompt {self.request.prompt_id}"
         tokens = len(self.request.read) + self.count
         routes = None if self._routes is None else self._routes.read(meta.get("routed_experts"), where, tokens)
         sample = self._after_begun(versions, finish, routes)
         return replace(sample, text=text_of(sample.tokens, finish))
 
     def _after_begun(self, versions: np.ndarray, finish: FinishReason, routes: Routes | None = None) -> Sample:
-        request, known = self.request, len(versions)
+        request, kept = self.request, None
+        if request.sampling.kept_sets:
+            kept = KeptSets.of(self._sets[: len(versions)])
+            versions = versions[: len(kept.ends)]
+        known = len(versions)
         tokens, logprobs = np.array(self._tokens[:known], np.int32), np.array(self._logprobs[:known], np.float32)
-        sample = Sample(request.prompt_id, request.index, tokens, logprobs, versions, finish, "", routes=routes)
+        sample = Sample(request.prompt_id, request.index, tokens, logprobs, versions, finish, "", None, routes, kept)
         return after_begun(request, sample)
 
 
