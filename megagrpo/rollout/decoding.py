@@ -178,9 +178,7 @@ class Record:
             routes, kept = None, None if self.sets is None else KeptSets.of(self.sets[row][:length])
             if ended and length and self.routes is not None:
                 routes = self.routes.of(row, length, f"sample {at.index} of prompt {at.prompt_id}")
-            sample = Sample(
-                at.prompt_id, at.index, tokens, logprobs, versions, finish, "", routes=routes, kept=kept
-            )
+            sample = Sample(at.prompt_id, at.index, tokens, logprobs, versions, finish, "", routes=routes, kept=kept)
             samples.append(after_begun(at, sample))
         return samples
 
