@@ -78,9 +78,9 @@ def trained_and_served(rank: TrainRank, batch: RankBatch, advantages: np.ndarray
     seen: dict[str, Parts] = {}
     compute = rank._compute_logprobs
 
-    def watched(of: str) -> Any:
+    def watched(of: str, **how: Any) -> Any:
         seen[of] = weights_of(rank.policy)
-        return compute(of)
+        return compute(of, **how)
 
     rank._compute_logprobs = watched  # type: ignore[method-assign]
     load_and_pass(rank, batch)
