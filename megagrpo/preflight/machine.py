@@ -148,7 +148,7 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
         sizes = [layout.tensor for layout in layouts if not side.split_problems(architecture, layout, *on)]
         otherwise = "rollout.quantization: null" if rollout.quantization else "rollout.engine: transformers"
         for fault in side.split_problems(architecture, rollout.layout, *on):
-            fix = f"rollout.layout.tensor of {either(sizes)}, with expert: 1" if sizes else otherwise
+            fix = f"rollout.layout.tensor of {either(sizes)}, with expert: 1" if sizes else fault.fix or otherwise
             yield replace(fault, where=f"rollout.layout: {fault.where}", fix=fix)
     if device == "cpu" and recipe.cluster.device == "auto":
         yield from broken(WITHOUT_GPUS, rollout)

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.sglang import launch
 from megagrpo.weights.families import FAMILIES, sglang_classes
 from tests.ling_model import CONFIG
 from tests.sglang.model_parameters import parameters
-from tests.tiny_models import DIMENSIONS, config_of
+from tests.tiny_models import DIMENSIONS, LIKE, config_of
 
 TOWERS = ("gemma3", "mistral3")
 CODE = {"mimo": DIMENSIONS, "bailing_moe": CONFIG, "bailing_moe_v2": CONFIG}
@@ -41,7 +42,9 @@ def test_families_are_refused_for_what_sglang_does(tmp_path: Path) -> None:
     told = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stderr[-3000:]
     unknown, with_tower, bias = json.loads(told.stdout.splitlines()[-1])
-    assert set(unknown) == refused_with(sglang_classes.NEEDS_CODE) == set(CODE)
+    refused = refused_with(sglang_classes.NEEDS_CODE), refused_with(sglang_classes.NO_ENGINE)
+    assert set(unknown) == set.union(*refused) == set(CODE)
+    assert refused[1] == set(CODE) - set(transformers.CONFIG_MAPPING.keys()) - set(LIKE)
     assert set(with_tower) == refused_with(sglang_classes.HOLDS_TOWER) == set(TOWERS)
     assert bias == "ignored"
 

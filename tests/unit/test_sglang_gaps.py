@@ -15,6 +15,7 @@ from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.sglang import arguments
 from megagrpo.weights.families import architecture_of
 from megagrpo.weights.sides.sglang import split_problems
+from tests.ling_model import CONFIG
 from tests.tiny_models import DIMENSIONS, LIKE, TINY_FAMILIES
 from tests.tiny_run import make_run
 
@@ -118,3 +119,11 @@ def test_a_plan_names_the_key_and_the_fix(
     with pytest.raises(MegagrpoError, match=said):
         preflight(load(recipe, ["rollout.engine=sglang"]), plan_only=True)
     preflight(load(recipe, ["rollout.engine=transformers"]), plan_only=True)
+
+
+def test_a_family_that_transformers_lacks_too_is_not_sent_to_its_engine() -> None:
+    for family in ("bailing_moe", "bailing_moe_v2"):
+        assert family not in transformers.CONFIG_MAPPING
+        (problem,) = split_problems(architecture_of(CONFIG | {"model_type": family}), EngineLayoutConfig(), "cuda")
+        assert "no engine samples it" in problem.fix
+        assert "rollout.engine" not in problem.fix

@@ -58,7 +58,7 @@ class Family:
 
 
 LING = Family(
-    deepseek_like.ling, deepseek_like.LINGS_NAMES, fuse=fused.query_key_value, sglang=sglang_classes.NEEDS_CODE
+    deepseek_like.ling, deepseek_like.LINGS_NAMES, fuse=fused.query_key_value, sglang=sglang_classes.NO_ENGINE
 )
 FAMILIES: dict[str, Family] = {
     "arcee": Family(llama_like.arcee, sglang=sglang_classes.ARCEE),

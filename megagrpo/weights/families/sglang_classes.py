@@ -77,6 +77,7 @@ def key_problems(where: str, config: Mapping[str, Any], of_class: SglangClass) -
 USUAL = SglangClass()
 UNCOMPARED = SglangClass(gaps=(gaps.NO_CLASS,))
 NEEDS_CODE = SglangClass(gaps=(gaps.CODE,))
+NO_ENGINE = SglangClass(gaps=(gaps.NO_ENGINE,))
 HOLDS_TOWER = SglangClass(gaps=(gaps.TOWER,))
 ERNIE4_5_MOE = SglangClass(gaps=(gaps.CHOICE,))
 TRANSFORMERS = SglangClass(stages=False, fuses=False, pads=False, quantizes=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megagrpo.errors import Problem
 from megagrpo.weights.families.architecture import Architecture
@@ -23,12 +23,13 @@ class Gap:
     key: str
     needed: str
     given: Callable[[Architecture], object]
+    fix: str = INSTEAD
 
 
 def gap_problems(arch: Architecture, gaps: Iterable[Gap]) -> Iterator[Problem]:
     for gap in gaps:
         if (given := gap.given(arch)) is not None:
-            yield Problem(f"{arch.family} on SGLang: {gap.key}", str(given), gap.needed, INSTEAD)
+            yield Problem(f"{arch.family} on SGLang: {gap.key}", str(given), gap.needed, gap.fix)
 
 
 def _of_attention(given: Callable[[Architecture, Attention], object]) -> Callable[[Architecture], object]:
@@ -87,6 +88,7 @@ CODE = Gap(
     "one that SGLang can read without the model's own code, which is never run",
     lambda arch: arch.family,
 )
+NO_ENGINE = replace(CODE, fix="another model: transformers lacks this one too, so no engine samples it")
 TOWER = Gap("vision_config", "a class that SGLang builds without its vision tower", lambda arch: "a vision tower")
 CHOICE = Gap(
     "e_score_correction_bias",
