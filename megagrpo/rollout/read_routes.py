@@ -37,8 +37,8 @@ class ReadRoutes:
 
     def of(self, row: int, tokens: int, where: str) -> Routes:
         """Returns the routes of a row whose response has `tokens`. Raises EngineError if they cannot be its routes."""
-        steps = [experts[np.searchsorted(rows, row)] for rows, experts in self._steps[: tokens - 1]]
-        routes = Routes.of(np.stack([*self._prompts[row], *steps]))
+        slots = [(experts, np.searchsorted(rows, row)) for rows, experts in self._steps[: tokens - 1]]
+        routes = Routes.of(np.concatenate([self._prompts[row], *(experts[at : at + 1] for experts, at in slots)]))
         self._sizes.require(routes, where, len(self._prompts[row]) + tokens)
         return routes
 

@@ -14,7 +14,7 @@ from megagrpo.rollout.sglang import client
 from megagrpo.rollout.sglang.client import TOKENS_PER_PART
 from megagrpo.rollout.sglang.server import members
 from megagrpo.types import Sample, SamplingParams
-from tests.rollout_engines import generate, request
+from tests.rollout_engines import generate, request, routes_of
 from tests.sglang.servers import AT_ONCE, ENDLESS, ENDLESS_PROMPT, WAIT_SECONDS, Served, difference
 
 PROMPT = (5, 6, 9, 11)
@@ -230,3 +230,20 @@ def test_an_external_server_is_not_sampled_from_before_it_has_our_weights(
         assert not future.done()
         engine.give_back([0])
         assert future.result(WAIT_SECONDS)[0].finish == "abort"
+
+
+@pytest.mark.parametrize("pause", ["retract", "in_place"])
+def test_routes_of_responses_that_an_update_interrupts_are_whole(
+    split_server: Served, pool: ThreadPoolExecutor, pause: str
+) -> None:
+    asked = [request([20, 21, 22], SamplingParams(300, routes=True), seed=seed, index=seed) for seed in range(8)]
+    with split_server.trained(f"weights.pause={pause}") as (engine, trainer):
+        future = pool.submit(generate, engine, asked)
+        split_server.wait_for_batches(8)
+        trainer.sync(1, split_server.directory)  # the same weights
+        samples = future.result(WAIT_SECONDS)
+    assert any(len(set(sample.versions.tolist())) == 2 for sample in samples)
+    for one, sample in zip(asked, samples, strict=True):
+        assert sample.routes is not None
+        expected = routes_of(split_server.directory, [*one.tokens, *sample.tokens.tolist()])
+        assert np.array_equal(sample.routes.experts, expected)
