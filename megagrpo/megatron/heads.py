@@ -169,7 +169,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
             logits = _product(hidden, weight[part].t())
             in_part, column = _labels_in(part, local)
             of_label += scaled(logits.gather(1, column)[:, 0], scale, cap).where(in_part, 0.0)
-            higher, of_part, weighted_of_part = sums(logits, top, _kept(bits, part, shard), scale, cap, entropy)
+            higher, of_part, weighted_of_part = sums(logits, top, _dropped(bits, part, shard), scale, cap, entropy)
             del logits  # before the next ones are made
             _lower(total, weighted, top - higher)
             top = higher
@@ -207,7 +207,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
             in_part, column = _labels_in(part, local)
             label_grad = logprob_grad.where(in_part, 0.0)
             logits = _product(hidden, weight[part].t())
-            of_tokens = _kept(bits, part, shard), normalizer, entropies, logprob_grad, entropy_grad, label_grad
+            of_tokens = _dropped(bits, part, shard), normalizer, entropies, logprob_grad, entropy_grad, label_grad
             gradient = gradient_of(logits, *of_tokens, column, scale, cap, weight.dtype)
             del logits
             hidden_grad += _product(gradient, weight[part])
@@ -223,12 +223,15 @@ def _compiled(function: Callable[..., Any], on_cuda: bool) -> Callable[..., Any]
     return torch.compile(function, dynamic=True) if on_cuda else function
 
 
-def _kept(bits: Tensor | None, part: slice, shard: VocabularyShard) -> Tensor | None:
-    """Unpacks the columns of `part` of `kept_bits`: bool [n, columns]."""
+def _dropped(bits: Tensor | None, part: slice, shard: VocabularyShard) -> Tensor | None:
+    """Unpacks the columns of `part` of `kept_bits`: bool [n, columns], True for ids that are not kept."""
     if bits is None:
         return None
     ids = torch.arange(shard.first + part.start, shard.first + part.stop, device=bits.device)
-    return (bits[:, (ids // 8).clamp(max=bits.shape[1] - 1)] >> (ids % 8).to(torch.uint8)) & 1 > 0
+    shifted = bits[:, (ids // 8).clamp(max=bits.shape[1] - 1)]
+    shifted >>= (ids % 8).to(torch.uint8)
+    shifted &= 1
+    return shifted == 0
 
 
 def scaled(logits: Tensor, scale: float, cap: float | None, memory: Tensor | None = None) -> Tensor:
@@ -241,20 +244,22 @@ def scaled(logits: Tensor, scale: float, cap: float | None, memory: Tensor | Non
     return torch.mul(torch.tanh(torch.mul(logits, scale / cap, out=memory), out=memory), cap, out=memory)
 
 
-def _masked(logits: Tensor, kept: Tensor | None) -> Tensor:
-    """Lowers logits that are not `kept` until they count nothing; infinite ones would make NaN of an entropy."""
-    return logits if kept is None else torch.where(kept, logits, LOWEST)
+def _masked(logits: Tensor, dropped: Tensor | None, memory: Tensor | None) -> Tensor:
+    """Lowers logits until they count nothing, in place with `memory`. Infinite ones would make an entropy NaN."""
+    if dropped is None:
+        return logits
+    return logits.masked_fill(dropped, LOWEST) if memory is None else logits.masked_fill_(dropped, LOWEST)
 
 
 def _sums(
-    logits: Tensor, top: Tensor, kept: Tensor | None, scale: float, cap: float | None, entropy: bool
+    logits: Tensor, top: Tensor, dropped: Tensor | None, scale: float, cap: float | None, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns the highest scaled logit x of each row and `top`; sums over the row of e^y and y e^y, y = x - highest.
 
     Op by op it reuses the memory of `logits`; compiled it leaves them alone, because writing them takes time.
     """
     memory = None if torch.compiler.is_compiling() else logits
-    logits = _masked(scaled(logits, scale, cap, memory), kept)
+    logits = _masked(scaled(logits, scale, cap, memory), dropped, memory)
     higher = torch.maximum(top, logits.amax(-1))
     logits = torch.sub(logits, higher[:, None], out=memory)
     if not entropy:
@@ -265,7 +270,7 @@ def _sums(
 
 def _gradient(
     logits: Tensor,
-    kept: Tensor | None,
+    dropped: Tensor | None,
     normalizer: Tensor,
     entropies: Tensor,
     logprob_grad: Tensor,
@@ -283,7 +288,7 @@ def _gradient(
     d x / d logit = scale (1 - (x / cap)^2)
     """
     memory = None if torch.compiler.is_compiling() else logits
-    logits = _masked(scaled(logits, scale, cap, memory), kept)
+    logits = _masked(scaled(logits, scale, cap, memory), dropped, memory)
     slope = scale if cap is None else logits.square().mul_(-scale / cap**2).add_(scale)
     log_p = torch.sub(logits, normalizer[:, None], out=memory)
     factor = -logprob_grad[:, None]

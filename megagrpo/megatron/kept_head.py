@@ -95,12 +95,10 @@ def kept_logprobs(
         return vocabulary_logprobs(hidden, positions, labels, weight, shard, kept_bits=bits, **options)
     begin, end = np.searchsorted(kept.host_ids, [shard.first, shard.first + shard.real_rows(len(weight))])
     chosen: Tensor = Collect.apply(hidden, positions[kept.narrow])
-    of, ids = kept.of[begin:end].long(), kept.ids[begin:end].long()
-    is_label = ids == labels[kept.narrow][of]
+    of, rows = kept.of[begin:end].long(), kept.ids[begin:end].long() - shard.first
+    is_label = rows == (labels[kept.narrow] - shard.first)[of]
     cap = None if cap is None else cap / temperature
-    parts = [
-        _KeptLogprobs.apply(chosen, weight, of, ids - shard.first, is_label, shard, scale / temperature, cap, entropy)
-    ]
+    parts = [_KeptLogprobs.apply(chosen, weight, of, rows, is_label, shard, scale / temperature, cap, entropy)]
     if len(kept.wide):
         of_wide = positions[kept.wide], labels[kept.wide], weight, shard
         parts.append(vocabulary_logprobs(hidden, *of_wide, kept_bits=kept.bits, **options))
@@ -135,10 +133,11 @@ class _KeptLogprobs(torch.autograd.Function):
         if split:
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=shard.group)
         lowered = logits - top[of]
-        exponentials = lowered.exp()
         sums = torch.zeros(3, len(hidden), device=hidden.device)
-        of_pairs = torch.stack([lowered.where(is_label, 0.0), exponentials, exponentials * lowered])
-        sums.index_add_(1, of, of_pairs)
+        sums[0].index_add_(0, of, lowered.where(is_label, 0.0))
+        exponentials = lowered.exp()
+        sums[1].index_add_(0, of, exponentials)
+        sums[2].index_add_(0, of, exponentials.mul_(lowered))
         if split:
             dist.all_reduce(sums, group=shard.group)
         of_label, total, weighted = sums
