@@ -231,10 +231,10 @@ class DppoTvConfig(DivergenceLoss):
     name: Literal["dppo_tv"] = "dppo_tv"
 
     clip_low: Fraction = 0.15
-    """Largest fall of a token's probability where the advantage is negative."""
+    """Largest fall of a token's probability where the advantage is negative. 1: no bound."""
 
     clip_high: Fraction = 0.15
-    """Largest rise of a token's probability where the advantage is positive."""
+    """Largest rise of a token's probability where the advantage is positive. 1: no bound."""
 
     def divergence(self, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
         return (logprobs.double().exp() - old_logprobs.double().exp()).abs()

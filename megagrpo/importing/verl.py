@@ -341,8 +341,10 @@ def thresholds(value: Any) -> tuple[float | None, float]:
 def rejections(value: Any, options: Options) -> Answer:
     names = [name.strip() for name in text(value).split(",")]
     bounds = text(options["algorithm.rollout_correction.rollout_rs_threshold"]).split(",")
+    if len(bounds) not in (1, len(names)):
+        raise NotKnownError(f"{len(bounds)} thresholds for {len(names)} rejections")
     rules: list[dict[str, Any]] = []
-    for name, bound in zip(names, bounds * len(names) if len(bounds) == 1 else bounds, strict=False):
+    for name, bound in zip(names, bounds * (len(names) // len(bounds)), strict=True):
         level, _, statistic = name.rpartition("_")
         low, high = thresholds(bound.strip())
         rule = picked(RULES_OF_LEVELS, level)

@@ -250,7 +250,7 @@ def padded_baselines(returns, weights, mask):
     return (returns * sums * mask).sum(0) / ((sums * mask).sum(0) + 1e-12)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(responses, st.data())
 def test_otb_weighs_returns_by_the_energy_up_to_each_place(step, data):
     ids = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(step), max_size=len(step))))
