@@ -128,7 +128,7 @@ class TrainRank(ModelRank):
         """Computes the mismatch of the batch with experts that the trainer's routers choose, for the next update's
         metrics. Without replay it does nothing."""
         if self.routes is not None:
-            with self.routes.left_out():
+            with self._as_served(), self.routes.left_out():
                 logprobs, _ = self._compute_logprobs("policy, by its own routes,")
             if self.has_logits:
                 self.own_routes = reduce_mismatch(self.batch, logprobs, 0, self.device)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from shutil import copytree
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -88,12 +91,15 @@ def trained_and_served(rank: TrainRank, batch: RankBatch, advantages: np.ndarray
     make_scales_matter(rank)
     before = states_of(rank.policy)
     load_and_pass(rank, batch)
+    with patch.object(rank, "routes", SimpleNamespace(left_out=nullcontext)):
+        rank.compare_own_routes()
     with pytest.raises(IndexError):
         broken_pass(rank, seen)
     after = states_of(rank.policy)
     assert all(torch.equal(after[name], value) for name, value in before.items())
-    for (_, found), (box, wanted) in zip(seen["update"], seen["policy"], strict=True):
-        np.testing.assert_array_equal(found, wanted, err_msg=str(box))
+    for which in ("update", "policy, by its own routes,"):
+        for (_, found), (box, wanted) in zip(seen[which], seen["policy"], strict=True):
+            np.testing.assert_array_equal(found, wanted, err_msg=str(box))
     return weights_of(rank.policy), seen["policy"], seen["reference"]
 
 
