@@ -30,27 +30,27 @@ class Limits:
 
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
-    ("weights",): 8_898,
+    ("weights",): 8_863,
     ("megatron",): 4_739,
     ("layout", "batching", "algorithm"): 2_734,
-    ("checkpoint", "convert"): 2_413,
-    ("rollout",): 3_596,
+    ("checkpoint", "convert"): 2_412,
+    ("rollout",): 3_598,
     ("cluster",): 3_348,
     ("trainer", "evaluation"): 4_287,
     ("recipe", "preflight", "doctor"): 5_562,
-    ("plan",): 4_947,
+    ("plan",): 4_948,
     ("data",): 2_708,
     ("reward",): 7_663,
     ("agents",): 5_116,
     ("track", "report"): 4_708,
     ("importing",): 2_914,
-    ("commands", "processes", ""): 2_685,
+    ("commands", "processes", ""): 2_690,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=336),
-    "tests": Limits(lines=55_516, lines_of_file=600, files=None),
+    "tests": Limits(lines=55_557, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (15, 6), "A metric's walk": (5, 3)}
