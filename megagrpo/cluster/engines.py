@@ -213,7 +213,7 @@ def _server_on_nodes(spec: EngineSpec, others: Sequence[Any]) -> Server:
 
     address = ray.util.get_node_ip_address()
     addresses = (address, *ray.get([other.address.remote() for other in others]))
-    meeting, port = StoreHost(address), free_port(address)
+    meeting, port = StoreHost(address), free_port("", EngineNode.LATER_PORTS)
     nodes = [EngineNode(rank, len(addresses), meeting.address, port, addresses) for rank in range(len(addresses))]
     server: Server = spec.recipe.rollout.kind.server(replace(spec, node=nodes[0]).server)
     starting = [other.start.remote(node) for other, node in zip(others, nodes[1:], strict=True)]

@@ -74,8 +74,10 @@ class SoFar:
 
 @dataclass(frozen=True)
 class EngineNode:
-    """One of the `nodes` of an engine. Its ranks meet in a store on the first one; `port` is free there. `addresses`
-    are those of all its nodes."""
+    """One of the `nodes` of an engine. Its ranks meet in a store on the first one; `port` is free there, and so are
+    those LATER_PORTS after it. `addresses` are those of all its nodes."""
+
+    LATER_PORTS = range(1, 16)
 
     rank: int
     nodes: int

@@ -190,7 +190,7 @@ def serve_layout(
     directory: Path, family: str, layout: EngineLayoutConfig, nodes: int = 1, **changes: Any
 ) -> Iterator[Served]:
     """Serves a layout as serve_directory does. Several nodes are processes of this machine."""
-    host, port = StoreHost(LOOPBACK), free_port(LOOPBACK)
+    host, port = StoreHost(LOOPBACK), free_port("", EngineNode.LATER_PORTS)
     of_node = [EngineNode(rank, nodes, host.address, port, (LOOPBACK,) * nodes) for rank in range(nodes)]
     logs = [directory.with_suffix(f".{rank}.log") for rank in range(nodes)]
     servers = [

@@ -14,9 +14,11 @@ import pytest
 from megagrpo.plan.engine import cache_of
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
+from megagrpo.rollout.engine import EngineNode
 from megagrpo.rollout.sglang import arguments, launch
 from megagrpo.rollout.sglang.arguments import server_arguments, sglang_problems
 from megagrpo.rollout.sglang.check_arguments import declared_names
+from megagrpo.rollout.sglang.server import LATER_PORTS
 from megagrpo.weights.families import read_architecture
 from tests.sglang.servers import server_spec
 
@@ -34,6 +36,19 @@ for name, sizes in json.loads(sys.argv[1]):
     found.append(int(np.sum(pool.get_kv_size_bytes())))
 print(json.dumps(found))
 """
+
+
+def test_every_port_that_sglang_takes_after_a_given_one_is_looked_at() -> None:
+    (root,) = (find_spec("sglang") or pytest.fail("no SGLang")).submodule_search_locations or ()
+    text = Path(root, "srt", "server_args.py").read_text()
+    after_zmq, handshake = (
+        int(re.findall(rf"^{name}_PORT_DELTA = (\d+)$", text, re.MULTILINE)[0])
+        for name in ("ZMQ_TCP", "DP_ATTENTION_HANDSHAKE")
+    )
+    fixed = {0, *(1 + int(port) for port in ("0", *re.findall(r"_port = port_base \+ (\d)$", text, re.MULTILINE)))}
+    assert fixed == set(range(7))  # dist_init_port, port_base and the five after it
+    assert {after_zmq + port for port in fixed} == set(LATER_PORTS)
+    assert {handshake, *fixed} - {0} <= set(EngineNode.LATER_PORTS)
 
 
 def test_all_wrong_arguments_are_found_at_once_with_what_is_right() -> None:

@@ -35,3 +35,15 @@ def test_a_port_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         monkeypatch.setattr(ports, "EPHEMERAL", tmp_path / "range")
         ports.EPHEMERAL.write_text(f"{taken + 1} 60999\n")
         assert free_port("127.0.0.1") != taken
+
+
+def test_a_port_with_a_neighbour_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    base = free_port("127.0.0.1", range(1, 20))
+    monkeypatch.setattr(ports, "LOWEST", base)
+    monkeypatch.setattr(ports, "EPHEMERAL", tmp_path / "range")
+    ports.EPHEMERAL.write_text(f"{base + 15} 60999\n")
+    with socket.socket() as neighbour:
+        neighbour.bind(("127.0.0.1", base + 10))
+        chosen = {free_port("", range(8, 11)) for _ in range(50)}
+    # Those that reach up to the ephemeral range are left out, and those whose neighbour is in use.
+    assert chosen == {base + 3, base + 4}

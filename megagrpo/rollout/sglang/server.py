@@ -27,6 +27,7 @@ from megagrpo.processes.ports import free_port
 
 LAUNCH = Path(__file__).with_name("launch.py")
 HOST = "127.0.0.1"  # a server and its engine are on one node
+LATER_PORTS = range(233, 240)  # of SGLang's processes, on groups of attention data parallelism: after the server's port
 POLL_SECONDS = 0.25
 HEALTH_SECONDS = 60.0  # one /health generates a token, which on a busy machine takes long the first time
 END_SECONDS = 10.0
@@ -60,7 +61,7 @@ class Server:
     ) -> None:
         self.name, self.log = name, log
         self.api_key = secrets.token_urlsafe(32)
-        port = free_port(HOST)
+        port = free_port("", LATER_PORTS)  # SGLang looks at all interfaces
         self.url = f"http://{HOST}:{port}"
         self._directory = tempfile.mkdtemp(prefix=DIRECTORY_PREFIX)  # a short path: SGLang makes sockets in it
         self._watched = remove_after_me(Path(self._directory))
