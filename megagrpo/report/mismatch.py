@@ -46,12 +46,10 @@ def mismatch_report(directory: Path, steps: int) -> tuple[str, int]:
     `steps`. Returns the text and the exit code. Raises ReportError."""
     require_directory(directory)
     records, recipe = read_mismatch(directory), read_yaml(directory / "recipe.yaml")
+    if not records and recipe.get("kind") == "sft":
+        where = directory / "metrics.jsonl"
+        return f"A fine-tuning run has no rollouts to compare. Its losses are in {where}.", PROVEN
     if not records:
-        if recipe.get("kind") == "sft":
-            return (
-                f"A fine-tuning run has no rollouts to compare. Its losses are in {directory / 'metrics.jsonl'}.",
-                PROVEN,
-            )
         return "No step has trained on any token yet.", PROVEN
     settings = dict(leaves(recipe))
     proofs, code = _proofs(records)
@@ -106,7 +104,7 @@ def _proofs(records: Sequence[MismatchRecord]) -> tuple[list[str], int]:
         "routes": (
             [proof.routed for _, proof in proven],
             "passed the experts that their engine chose",
-            "not asked for: the model has no experts, or algorithm.routing is own",
+            "not asked for: no experts, engines that return no routes, or algorithm.routing: own",
         ),
         "sets": (
             [proof.kept for _, proof in proven],
