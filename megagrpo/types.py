@@ -12,6 +12,9 @@ import numpy as np
 from megagrpo.errors import EngineError, Problem
 from megagrpo.routes import Routes
 
+GATHERED_IDS = 512
+"""Most ids of a set whose rows are gathered. Per id this moves a row of hidden numbers several times, for which a
+product with more rows takes as long."""
 FinishReason = Literal["stop", "length", "abort"]
 """The reason why a response ended: a stop token was sampled, the token limit was reached, or the engine gave it up, at
 a time limit or because it was asked to."""

@@ -31,7 +31,7 @@ class Limits:
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
     ("weights",): 8_901,
-    ("megatron",): 4_967,
+    ("megatron",): 4_963,
     ("layout", "batching", "algorithm"): 2_940,
     ("checkpoint", "convert"): 2_413,
     ("rollout",): 3_671,
@@ -42,15 +42,15 @@ BUDGETS = {
     ("data",): 2_708,
     ("reward",): 7_663,
     ("agents",): 5_120,
-    ("track", "report"): 4_853,
+    ("track", "report"): 4_851,
     ("importing",): 2_955,
-    ("commands", "processes", ""): 2_738,
+    ("commands", "processes", ""): 2_741,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=341),
-    "tests": Limits(lines=56_617, lines_of_file=600, files=None),
+    "tests": Limits(lines=56_619, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (15, 6), "A metric's walk": (5, 3)}

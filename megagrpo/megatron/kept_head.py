@@ -18,11 +18,7 @@ from torch import Tensor
 from megagrpo.batching.rank_batches import TrainSequence
 from megagrpo.megatron.attention import Collect
 from megagrpo.megatron.heads import CHUNK_ELEMENTS, VocabularyShard, scaled, vocabulary_logprobs
-from megagrpo.types import KeptSets
-
-GATHERED_IDS = 512
-"""Most ids of a set whose rows are gathered. Per id this moves a row of hidden numbers several times, for which a
-product with more rows takes as long."""
+from megagrpo.types import GATHERED_IDS, KeptSets
 
 
 @dataclass(frozen=True)

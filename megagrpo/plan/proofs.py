@@ -13,6 +13,7 @@ from megagrpo.plan.units import byte_text, second_text
 from megagrpo.recipe.defaults import replayed_routes, same_bits
 from megagrpo.recipe.schema.schedule import SyncConfig
 from megagrpo.routes import RouteSizes
+from megagrpo.types import GATHERED_IDS
 
 PLACES = {
     "token": "a token",
@@ -100,7 +101,6 @@ def _sets(case: Case) -> Proof:
         return Proof("sets", None, "none: tokens are drawn from the whole vocabulary")
     ids = rollout.top_k or vocab
     size = round(tokens * (4 * ids + 8))  # int32 ids, and an int64 where they end
-    text = (
-        f"at most {ids:,} of {vocab:,} ids a token, {byte_text(size)} a step; {ids / vocab:.2%} of the head's products"
-    )
+    share = ids / vocab if ids <= GATHERED_IDS else 1.0
+    text = f"at most {ids:,} of {vocab:,} ids a token, {byte_text(size)} a step; {share:.2%} of the head's products"
     return Proof("sets", True, text, {"host_memory": size, "ray_store": size})

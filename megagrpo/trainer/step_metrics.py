@@ -228,7 +228,7 @@ def step_proof(run: TrainRun, sampled: Sampled, trained: Trained, step: int) -> 
     samples = [sample for group in sampled.groups for sample in group.samples]
     by_token = np.concatenate([samples[row].versions for row in {sequence.row for sequence in sequences}])
     versions, counts = np.unique(by_token, return_counts=True)
-    sets = [np.diff(sequence.kept.ends, prepend=0) for sequence in sequences if sequence.kept is not None]
+    sets = [sequence.kept.sizes for sequence in sequences if sequence.kept is not None]
     own = update.own_routes
     return StepProof(
         tokens=count_response_tokens(sequences),

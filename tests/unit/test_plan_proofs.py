@@ -128,12 +128,14 @@ def test_a_steps_routes_and_servers_answers_are_as_many_bytes_as_their_arrays() 
 
 def test_kept_sets_are_as_many_bytes_as_their_arrays_and_a_share_of_the_head() -> None:
     of = planned(recipe({"rollout.prompts_per_step": 4}), ["response_tokens=400"])
-    rollout = of.grpo.rollout.model_copy(update={"top_k": 8})
-    changed = plan_of(of.grpo.model_copy(update={"rollout": rollout}), of.architecture, given=["response_tokens=400"])
+    changed = planned(recipe({"rollout.prompts_per_step": 4, "rollout.top_k": 8}), ["response_tokens=400"])
     found = proofs(changed)["sets"]
     kept = KeptSets(np.zeros(400 * 8, np.int32), np.arange(400, dtype=np.int64))
     assert found.bytes["host_memory"] == 4 * 8 * (kept.ids.nbytes + kept.ends.nbytes)
     assert f"at most 8 of {of.architecture.vocab:,} ids a token" in found.text
+    assert f"{8 / of.architecture.vocab:.2%} of the head's products" in found.text
+    wide = planned(recipe({"rollout.top_k": 513}))
+    assert "100.00% of the head's products" in proofs(wide)["sets"].text, "a set of so many ids masks the vocabulary"
     assert proofs(of)["sets"].holds is None
 
 
