@@ -187,6 +187,8 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> T
             save_batch(recipe, step, sampled, run.total_steps, recipe.checkpoint.keep_batches)
     inputs = advantage_inputs(recipe, sampled.groups)
     rows = trainable_rows(inputs)
+    if algorithm.routing == "replay":
+        rows = with_routes(sampled.groups, rows)
     if algorithm.reads_batch:  # the recipe's rules then refuse to credit turns
         with run.clock.phase("logprobs"):
             batches, zeros = load_batch(run, sampled.groups, rows, step), ragged_zeros(inputs.tokens)
@@ -220,8 +222,6 @@ def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: i
     Returns the batches sent, one per data rank; [] if no row was chosen.
     """
     recipe, policy = run.recipe, run.policy
-    if recipe.algorithm.routing == "replay":
-        rows = with_routes(groups, rows)
     sequences = train_sequences(groups, rows)
     if not sequences:
         return []
