@@ -235,7 +235,7 @@ def step_proof(run: TrainRun, sampled: Sampled, trained: Trained, step: int) -> 
         versions=tuple(zip(versions.tolist(), counts.tolist(), strict=True)),
         verified=int(counts[versions < step].sum()) if isinstance(run, Run) else 0,
         routed=None if update.route_differences is None else _routed(sequences),
-        kept=sum(map(np.count_nonzero, sets)) if recipe.rollout.narrowing else None,
+        kept=sum(int((sizes > 0).sum()) for sizes in sets) if recipe.rollout.narrowing else None,
         quantization=recipe.rollout.quantization,
         same_bits=same_bits(recipe),
         route_differences=update.route_differences,

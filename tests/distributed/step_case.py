@@ -120,11 +120,25 @@ def by_token(seed: int, mean: float = 0.0, spread: float = 1.0) -> Ragged:
     return Ragged(np.random.default_rng(seed).normal(mean, spread, offsets[-1]).astype(np.float32), offsets)
 
 
-def response_logprobs(model: torch.nn.Module, tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprob of each token but the first, and the entropy of its distribution: [tokens - 1] each."""
-    ids = torch.from_numpy(tokens)
-    log_p = torch.log_softmax(model(ids[None]).logits[0, :-1] / TEMPERATURE, -1)
-    return log_p.gather(1, ids[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+def response_logprobs(
+    model: torch.nn.Module, tokens: np.ndarray, kept: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprob of each token but the first, and the entropy of its distribution: [tokens - 1] each. `kept`: the ids that
+    the distribution is over, bool [tokens - 1, vocab]."""
+    ids, logits = torch.from_numpy(tokens), model(torch.from_numpy(tokens)[None]).logits[0, :-1] / TEMPERATURE
+    kept = torch.ones_like(logits, dtype=torch.bool) if kept is None else kept
+    log_p = torch.log_softmax(logits.masked_fill(~kept, -torch.inf), -1)
+    return log_p.gather(1, ids[1:, None])[:, 0], -(log_p.exp() * log_p.masked_fill(~kept, 0.0)).sum(-1)
+
+
+def kept_ids(sequence: TrainSequence) -> torch.Tensor:
+    """bool [tokens - 1, vocab], all of the vocabulary for tokens that are given."""
+    kept = torch.ones(len(sequence.tokens), VOCAB, dtype=torch.bool)
+    if sequence.kept is not None:
+        sets = np.split(sequence.kept.ids, sequence.kept.ends[:-1])
+        for place, ids in zip(np.flatnonzero(sequence.loss_mask), sets, strict=True):
+            kept[place] = torch.isin(torch.arange(VOCAB), torch.from_numpy(ids))
+    return kept[1:]
 
 
 def reference_of(rollout_logprobs: Any) -> Any:
@@ -181,7 +195,7 @@ def grpo_step(case: Case, recipe: Recipe, model: torch.nn.Module) -> StepResult:
     algorithm = recipe.algorithm
     of_row: dict[int, list[torch.Tensor]] = {}
     for sequence in case.sequences:
-        logprobs, entropy = response_logprobs(model, sequence.tokens)
+        logprobs, entropy = response_logprobs(model, sequence.tokens, kept_ids(sequence))
         mask = torch.from_numpy(sequence.loss_mask[1:])
         old = torch.from_numpy(sequence.rollout_logprobs[1:]).double()
         advantage = advantage_of(case, sequence)

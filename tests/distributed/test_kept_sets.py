@@ -16,7 +16,11 @@ from megagrpo.megatron.batch import pack
 from megagrpo.megatron.heads import VocabularyShard
 from megagrpo.megatron.kept_head import kept_logprobs, kept_tokens
 from megagrpo.types import KeptSets
+from tests.distributed import step_case
+from tests.distributed.layouts import ROWS
+from tests.distributed.step_case import load_reference
 from tests.distributed.test_step_logprob import relative, shard_of, shard_rows
+from tests.distributed.test_step_parity import recipe_of, run
 from tests.rank_group import run_ranks
 
 HIDDEN, VOCAB = 16, 131
@@ -186,3 +190,29 @@ def test_no_tensor_is_near_a_quarter_of_the_logits(monkeypatch):
             )
             logprobs.sum().backward()
         assert Sizes.largest < 0.25 * 4 * tokens * vocab
+
+
+def with_sets(case):
+    """The case with kept sets of 1 to 20 ids for all sequences but one, and old logprobs over them."""
+    random, model, sequences = np.random.default_rng(2), load_reference(case.directory), []
+    for sequence in case.sequences[1:]:
+        tokens = sequence.tokens[sequence.loss_mask]
+        sets = [
+            np.union1d(random.choice(step_case.VOCAB, random.integers(0, 20), replace=False), [token])
+            for token in tokens
+        ]
+        narrowed = replace(sequence, kept=KeptSets.of(sets))
+        with torch.no_grad():
+            logprobs = step_case.response_logprobs(model, sequence.tokens, step_case.kept_ids(narrowed))[0].numpy()
+        noise = random.normal(0, 0.25, len(sequence.tokens))
+        old = np.where(sequence.loss_mask, np.append(0, logprobs) + noise, 0).astype(np.float32)
+        sequences.append(replace(narrowed, rollout_logprobs=old))
+    return replace(case, sequences=[case.sequences[0], *sequences])
+
+
+@pytest.mark.parametrize("name", ["one rank", "tensor", "context, data", "all"])
+def test_a_step_over_kept_sets_is_that_of_plain_torch_in_any_layout(name, case_of):
+    family = ROWS[name].family
+    case, recipe = with_sets(case_of(family)), recipe_of(family, ROWS[name].layout)
+    wanted = step_case.grpo_step(case, recipe, load_reference(case.directory))
+    step_case.assert_same_step(run(recipe, case), wanted)
