@@ -222,7 +222,7 @@ def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: i
     Returns the batches sent, one per data rank; [] if no row was chosen.
     """
     recipe, policy = run.recipe, run.policy
-    sequences = train_sequences(groups, rows)
+    sequences = train_sequences(groups, rows, narrowed=bool(recipe.rollout.narrowing))
     if not sequences:
         return []
     algorithm = recipe.algorithm
@@ -322,16 +322,20 @@ def group_of_row(groups: Sequence[Group]) -> np.ndarray:
     return np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
 
 
-def train_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequence]:
+def train_sequences(groups: Sequence[Group], rows: np.ndarray, *, narrowed: bool = False) -> list[TrainSequence]:
     """Returns the chosen rows (bool [rows]) as sequences, each with a response token. An agent's rollout is one
-    sequence for each branch that is trained on. Raises EngineError for kept sets that are not those of their tokens."""
+    sequence for each branch that is trained on. Raises EngineError for kept sets that are not those of their tokens,
+    and with `narrowed`, by rollout.top_p and others, for samples without."""
     prompts = (np.array(group.prompt.tokens, np.int64) for group in groups)
     samples = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group.samples]
     sequences: list[TrainSequence] = []
     for row, (prompt, sample) in enumerate(samples):
-        first, kept = 0, None
+        first, kept, where = 0, None, f"sample {sample.index} of prompt {sample.prompt_id}"
         if sample.kept is not None:
-            sample.kept.require(sample.tokens, f"sample {sample.index} of prompt {sample.prompt_id}")
+            sample.kept.require(sample.tokens, where)
+        elif narrowed and rows[row]:
+            given, needed = "no kept sets", "those of its tokens, for rollout.top_p, top_k or min_p"
+            raise EngineError(Problem(where, given, needed, "sample it with this recipe, not with another"))
         for branch in branches_of(prompt, sample) if rows[row] else ():
             trained = np.flatnonzero(branch.trained)
             if not len(trained):

@@ -292,6 +292,8 @@ def test_routes_go_with_the_sequences_and_rows_without_them_are_left_out_by_repl
     read = len(group.prompt.tokens) + len(sample.tokens) - 1
     routes = Routes.of(np.tile(np.arange(2), (read, 3, 1)))
     routed = replace(group, samples=(replace(sample, routes=routes), other))
+    with pytest.raises(EngineError, match="no kept sets"):
+        train_sequences([routed], np.ones(2, bool), narrowed=True)
     first, second = train_sequences([routed], np.ones(2, bool))
     assert first.routes is not None
     assert (first.routes.experts == routes.experts).all()
