@@ -59,7 +59,7 @@ def ling(config: Mapping[str, Any]) -> Architecture:
     """Reads Ling 2 and Ring 2 (`BailingMoeV2ForCausalLM`): GLM-4.5's parts, with keys of their own."""
     read = ConfigReader(config, 6e5, rms_norm_eps=1e-6, moe_router_enable_expert_bias=False, use_qk_norm=False)
     read.refuse_if_set("use_bias", "use_qkv_bias", "norm_head")
-    read.config.known.add("max_window_layers")  # no layer has a window
+    read.ignore("max_window_layers")  # no layer has a window
     needed: dict[str, Any] = {"use_qk_norm": True, "moe_router_enable_expert_bias": True}
     for key, wanted in (needed | {key: its for key, its in LINGS_USUAL.items() if key in read.config}).items():
         if read.config.get(key) != wanted:
@@ -104,7 +104,7 @@ def _model(
 
 def _latent_attention(read: ConfigReader) -> LatentAttention:
     config = read.config
-    config.known.add("qk_head_dim")  # it follows from other sizes
+    read.ignore("qk_head_dim")  # it follows from other sizes
     if config.get("head_dim") not in (None, config.get("qk_rope_head_dim")):
         read.refuse("head_dim", config["head_dim"], "qk_rope_head_dim, or no such key")
     read.refuse_if_set("attention_bias")

@@ -92,7 +92,7 @@ class ModelFiles:
 
     def _dequantized(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Returns a region of what blocks [experts, columns, rows / 32, 16] stand for: [experts, rows, columns]."""
-        columns = self._columns.get(name, 1)
+        columns = self._columns[name]
         (expert, row, column), (experts, rows) = start[:3], shape[:2]
         first, end = row // MXFP4_VALUES, -(-(row + rows) // MXFP4_VALUES)
         at, size = (expert, column * columns, first), (experts, shape[2] * columns, end - first)
