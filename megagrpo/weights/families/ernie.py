@@ -29,9 +29,7 @@ def ernie4_5_moe(config: Mapping[str, Any]) -> Architecture:
     )
     read.refuse_if_set("use_bias")
     read.ignore("moe_capacity")  # of training with dropped tokens
-    for key, usual in (("moe_gate", "topk"), ("moe_use_aux_free", True), ("moe_norm_min", LEAST_SUM)):
-        if read.config.get(key, usual) != usual:
-            read.refuse(key, read.config[key], str(usual))
+    read.require(moe_gate="topk", moe_use_aux_free=True, moe_norm_min=LEAST_SUM)
     counts, per_token = ("moe_num_experts", "num_experts"), ("moe_k", "num_experts_per_tok")
     experts = read.experts(*counts, ffn="moe_intermediate_size", normalize_top_k=True, per_token=per_token)
     shared = 0

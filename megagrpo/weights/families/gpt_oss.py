@@ -23,10 +23,7 @@ def gpt_oss(config: Mapping[str, Any]) -> Architecture:
     """Reads gpt-oss (`GptOssForCausalLM`)."""
     read = ConfigReader(config, 150000.0, head_dim=64, num_key_value_heads=8, rms_norm_eps=1e-5, sliding_window=128)
     read.mxfp4 = True
-    if read.flag("attention_bias", default=True) is False:
-        read.refuse("attention_bias", False, "true")
-    if (alpha := read.number("swiglu_alpha", CLAMPED_ALPHA)) != CLAMPED_ALPHA:
-        read.refuse("swiglu_alpha", alpha, str(CLAMPED_ALPHA))
+    read.require(attention_bias=True, swiglu_alpha=CLAMPED_ALPHA)
     read.ignore("experts_per_token", "initial_context_length")  # beside num_experts_per_tok and rope_scaling
     experts = read.experts(ffn="intermediate_size", normalize_top_k=True)
     experts = replace(experts, bias=True, clamp=read.number("swiglu_limit", 7.0))

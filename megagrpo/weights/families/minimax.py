@@ -25,9 +25,7 @@ def minimax_m2(config: Mapping[str, Any]) -> Architecture:
     read = ConfigReader(config, 5e6, num_key_value_heads=8, head_dim=128)
     read.refuse_if_set("router_jitter_noise", "shared_intermediate_size")
     read.ignore("shared_moe_mode", "mlp_intermediate_size", "swa_rope_theta")  # of MLPs and windows, which none has
-    for key, usual in (USUAL | FACTORS).items():
-        if read.config.get(key, usual) != usual:
-            read.refuse(key, read.config[key], str(usual).lower())
+    read.require(**USUAL, **FACTORS)
     if any(kind != 1 for kind in read.config.get("attn_type_list") or []):
         read.refuse("attn_type_list", read.config["attn_type_list"], "1 everywhere: softmax attention")
     rotated = read.config.get("rotary_dim")

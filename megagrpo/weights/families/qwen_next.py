@@ -51,8 +51,7 @@ def qwen3_5_moe(config: Mapping[str, Any]) -> Architecture:
 
 def _model(read: ConfigReader, mlps: list[Mlp | Experts]) -> Architecture:
     read.refuse_if_set("attention_bias")
-    if read.config.get("attn_output_gate", True) is not True:
-        read.refuse("attn_output_gate", read.config["attn_output_gate"], "true")
+    read.require(attn_output_gate=True)
     read.ignore("mamba_ssm_dtype")  # the dtype of an engine's states
     rope = read.rope(part=0.25, others=MROPE)
     attention = read.attention(norm="head", gate=True, rope=rope)

@@ -110,6 +110,12 @@ class ConfigReader:
         """Allows keys that do not change what the model computes."""
         self.config.known.update(keys)
 
+    def require(self, **wanted: object) -> None:
+        """Refuses keys that are present, or have a default, with other values than these."""
+        for key, value in wanted.items():
+            if self.config.get(key, value) != value:
+                self.refuse(key, self.config[key], str(value).lower())
+
     def refuse_if_set(self, *flags: str) -> None:
         for flag in flags:
             if self.config.get(flag):
