@@ -56,9 +56,9 @@ class Source:
         return tensors_of(self.architecture)
 
     @cached_property
-    def carried(self) -> checkpoint.StoredTensors:
+    def carried(self) -> checkpoint.FileTensors:
         """Returns the tensors of the model directory that exports copy."""
-        return checkpoint.carried_tensors(checkpoint.stored_tensors(self.model_directory), self.architecture)
+        return checkpoint.carried_tensors(checkpoint.file_tensors(self.model_directory), self.architecture)
 
     def main_dtype(self, dtypes: Mapping[str, str]) -> str:
         """Returns the dtype of most bytes of a model whose tensors have these dtypes."""
@@ -171,7 +171,7 @@ def _hugging_face_source(path: Path, model: Path | None) -> Source:
     files = ModelFiles(path)
     held = [(file, files.read) for file in files.manifests]
     arch = read_architecture(path)
-    left_out = checkpoint.extra_tensors(checkpoint.stored_tensors(path), arch)
+    left_out = checkpoint.extra_tensors(files.entries, arch)
     return _make_source(path, path, arch, held, left_out, files.paths)
 
 

@@ -124,11 +124,11 @@ def manifests(directory: str | Path, arch: Architecture | None = None) -> tuple[
     return tuple(files)
 
 
-StoredTensors = Mapping[str, tuple[Path, Entry]]
+FileTensors = Mapping[str, tuple[Path, Entry]]
 """Tensors of a model's files by name: the file of each, and its entry there."""
 
 
-def stored_tensors(directory: Path) -> StoredTensors:
+def file_tensors(directory: Path) -> FileTensors:
     """Returns all tensors of a model directory; none of one without weights."""
     if not ((directory / INDEX).is_file() or (directory / SINGLE).is_file()):
         return {}
@@ -154,7 +154,7 @@ def _stands_for(arch: Architecture, name: str) -> str:
     return name.removesuffix(SCALE_SUFFIX)
 
 
-def carried_tensors(tensors: StoredTensors, arch: Architecture) -> StoredTensors:
+def carried_tensors(tensors: FileTensors, arch: Architecture) -> FileTensors:
     """Returns those of a model's tensors that exports copy: of Family.carried, and of layers beyond the last one. In
     fp8 there are none: an export's config no longer says how to read them."""
     pattern = re.compile(FAMILIES[arch.family].carried)
@@ -164,7 +164,7 @@ def carried_tensors(tensors: StoredTensors, arch: Architecture) -> StoredTensors
     return {} if any(entry.dtype == FP8 for _, entry in carried.values()) else carried
 
 
-def not_trained(carried: StoredTensors) -> str:
+def not_trained(carried: FileTensors) -> str:
     """Returns a sentence or two about carried tensors: their numbers, bytes and names."""
     bytes_of = Counter[str]()
     for name, (_, entry) in carried.items():
