@@ -86,6 +86,11 @@ def listed(names: Sequence[object], word: str = "and") -> str:
     return f"{', '.join(others)} {word} {last}" if others else last
 
 
+def few(names: Sequence[str], most: int = 4) -> str:
+    """Joins the first names, with the number of the others: `a, b and 3 more`."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of another library's error, or the error's name if its text is empty."""
     lines = str(error).strip().splitlines()

@@ -30,11 +30,11 @@ class Limits:
 
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
-    ("weights",): 8_901,
+    ("weights",): 8_834,
     ("megatron",): 4_963,
     ("layout", "batching", "algorithm"): 2_940,
-    ("checkpoint", "convert"): 2_413,
-    ("rollout",): 3_671,
+    ("checkpoint", "convert"): 2_412,
+    ("rollout",): 3_670,
     ("cluster",): 3_348,
     ("trainer", "evaluation"): 4_360,
     ("recipe", "preflight", "doctor"): 5_597,
@@ -44,7 +44,7 @@ BUDGETS = {
     ("agents",): 5_120,
     ("track", "report"): 4_851,
     ("importing",): 2_955,
-    ("commands", "processes", ""): 2_741,
+    ("commands", "processes", ""): 2_739,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.

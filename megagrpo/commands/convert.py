@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from megagrpo.commands import Commands, add_command, add_group
-from megagrpo.errors import Problem, RecipeError
+from megagrpo.errors import Problem, RecipeError, few
 
 EXIT_DIFFERENT = 1
-DIFFERENCES_SHOWN = 10
+SHOWN = 10
 KNOWN_VARIABLES = ("HOME", "USER", "PWD")
 """Variables of this machine that scripts may use. Others may be secrets, or another machine's."""
 
@@ -59,17 +58,11 @@ def convert(args: argparse.Namespace) -> int:
         case _:
             done = merge_lora(args.source, args.adapter, args.output, **how)
     if done.left_out:
-        print(f"not converted, because they are not the model's: {_listed(done.left_out)}", file=sys.stderr)
+        print(f"not converted, because they are not the model's: {few(done.left_out, SHOWN)}", file=sys.stderr)
     if done.continued:
         print(f"continued: {done.continued} parts were on disk from an earlier attempt", file=sys.stderr)
     print(f"{done.tensors} tensors, {done.bytes / 1e9:.3f} GB, in {done.directory}")
     return 0
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Returns the first names in words, with the number of the others."""
-    more = f" and {len(names) - DIFFERENCES_SHOWN} more" if len(names) > DIFFERENCES_SHOWN else ""
-    return ", ".join(names[:DIFFERENCES_SHOWN]) + more
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -77,13 +70,13 @@ def verify(args: argparse.Namespace) -> int:
 
     comparison = compare(args.first, args.second, model=args.model, dtype=args.dtype)
     for directory, names in comparison.left_out:
-        print(f"not compared, only in {directory}: {_listed(names)}")
+        print(f"not compared, only in {directory}: {few(names, SHOWN)}")
     if not comparison.differences:
         print(f"the same: {comparison.tensors} tensors, {comparison.bytes / 1e9:.3f} GB")
         return 0
-    for difference in comparison.differences[:DIFFERENCES_SHOWN]:
+    for difference in comparison.differences[:SHOWN]:
         print(difference)
-    if (more := len(comparison.differences) - DIFFERENCES_SHOWN) > 0:
+    if (more := len(comparison.differences) - SHOWN) > 0:
         print(f"and {more} more")
     print(f"{len(comparison.differences)} tensors differ, by at most {comparison.largest:.3g}", file=sys.stderr)
     return EXIT_DIFFERENT

@@ -7,6 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -53,6 +54,11 @@ class Source:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return tensors_of(self.architecture)
+
+    @cached_property
+    def carried(self) -> checkpoint.FileTensors:
+        """Returns the tensors of the model directory that exports copy."""
+        return checkpoint.carried_tensors(checkpoint.file_tensors(self.model_directory), self.architecture)
 
     def main_dtype(self, dtypes: Mapping[str, str]) -> str:
         """Returns the dtype of most bytes of a model whose tensors have these dtypes."""
@@ -164,8 +170,9 @@ def _hugging_face_source(path: Path, model: Path | None) -> Source:
         raise ModelError(Problem("model", given, f"nothing: its own {CONFIG} is used", "leave it out"))
     files = ModelFiles(path)
     held = [(file, files.read) for file in files.manifests]
-    left_out = checkpoint.extra_tensors(path)
-    return _make_source(path, path, read_architecture(path), held, left_out, files.paths)
+    arch = read_architecture(path)
+    left_out = checkpoint.extra_tensors(files.entries, arch)
+    return _make_source(path, path, arch, held, left_out, files.paths)
 
 
 def _torch_source(path: Path, root: Path, model: Path | None, otherwise: Path | None) -> Source:

@@ -59,8 +59,7 @@ def to_hugging_face(
 def write_hugging_face(source: Source, output: Path, dtype: str | None, *options: str, overwrite: bool) -> Converted:
     """Writes a model directory as `convert` does. Carried tensors are in it, and so are not left out."""
     done = convert(source, output, HuggingFaceTarget, dtype, *options, overwrite=overwrite)
-    carried = checkpoint.carried_tensors(source.model_directory, source.architecture)
-    return replace(done, left_out=tuple(name for name in done.left_out if name not in carried))
+    return replace(done, left_out=tuple(name for name in done.left_out if name not in source.carried))
 
 
 class HuggingFaceTarget(Target):
@@ -68,8 +67,7 @@ class HuggingFaceTarget(Target):
 
     def __init__(self, source: Source, dtype: str | None) -> None:
         super().__init__(source, dtype)
-        self._carried = checkpoint.carried_tensors(source.model_directory, source.architecture)
-        self._files = checkpoint.new_files(source.architecture, self._dtypes, others=bool(self._carried))
+        self._files = checkpoint.new_files(source.architecture, self._dtypes, others=bool(source.carried))
         self._entries = {
             name: (file.holder, entry) for file in self._files for name, entry in checkpoint.header_of(file)[1].items()
         }
@@ -85,7 +83,7 @@ class HuggingFaceTarget(Target):
 
     def begin(self, directory: Path) -> None:
         dtype = self._source.main_dtype(self._dtypes)
-        lay_out(directory, self._files, self._source.model_directory, dtype, self._carried)
+        lay_out(directory, self._files, self._source.model_directory, dtype, self._source.carried)
 
     def write(self, index: int, directory: Path, advance: Advance) -> Any:
         opened: dict[str, IO[bytes]] = {}

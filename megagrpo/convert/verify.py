@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from megagrpo.convert.source import CONFIG, Source, open_source
 from megagrpo.progress import progress
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.parts.part import Tensor
-from megagrpo.weights.sides.checkpoint import Entry, carried_tensors
+from megagrpo.weights.sides.checkpoint import Entry
 from megagrpo.weights.views import torch_dtype
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -69,7 +68,8 @@ def verify(first: Path, second: Path, *, model: Path | None = None, dtype: str |
             else:
                 differences += _compare(left, right, tensor, dtype, work.advance)
     differences += [Difference(name, f"only in {second}") for name in shapes]
-    carried = _carried(left), _carried(right)
+    # A Hugging Face directory has them for its exports.
+    carried = [its.carried if its.directory == its.model_directory else {} for its in (left, right)]
     both = carried[0].keys() & carried[1].keys()
     differences += [
         Difference(name, "copies that differ, of a tensor that is not trained")
@@ -79,12 +79,6 @@ def verify(first: Path, second: Path, *, model: Path | None = None, dtype: str |
     others = ((side.directory, tuple(name for name in side.left_out if name not in both)) for side in (left, right))
     found = len(left.tensors) + len(both), total + sum(carried[0][name][1].bytes for name in both)
     return Comparison(*found, tuple(differences), tuple((directory, names) for directory, names in others if names))
-
-
-def _carried(source: Source) -> Mapping[str, tuple[Path, Entry]]:
-    """Returns the tensors outside of the model that a Hugging Face directory has for its exports."""
-    of_model = source.directory == source.model_directory
-    return carried_tensors(source.directory, source.architecture) if of_model else {}
 
 
 def _same_bytes(left: tuple[Path, Entry], right: tuple[Path, Entry]) -> bool:

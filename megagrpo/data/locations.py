@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from megagrpo.data.reasoning_gym import is_task, package_version, task_problem
-from megagrpo.errors import DataError, Problem, first_line, pointer_problem
+from megagrpo.errors import DataError, Problem, few, first_line, pointer_problem
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -234,7 +234,7 @@ def _folder_files(folder: str, below: list[str]) -> list[str]:
             by_name["state.json"], lambda content: [str(of["filename"]) for of in content.get("_data_files", ())]
         )
         if absent := [name for name in listed if name not in by_name]:
-            given = f"no file {', '.join(absent[:3])}{f' and {len(absent) - 3} more' * (len(absent) > 3)}"
+            given = f"no file {few(absent)}"
             needed = f"the {len(listed)} files that its state.json lists"
             raise DataError(Problem(folder, given, needed, "copy the folder again, with all of its files"))
         if listed:

@@ -35,7 +35,7 @@ from megagrpo.plan.parameters import (
 from megagrpo.recipe.defaults import maps_gpu_memory, replayed_routes
 from megagrpo.recipe.schema import AnyRecipe, Recipe, TrainConfig
 from megagrpo.weights.families.architecture import Architecture, critic_of
-from megagrpo.weights.sides.checkpoint import read_header, weight_files
+from megagrpo.weights.sides.checkpoint import file_tensors
 
 CONTEXT_BYTES = 512 * MIB
 """CUDA's context and libraries' workspaces of each process. Assumed: 0.4 to 0.6 GiB on recent GPUs."""
@@ -472,7 +472,6 @@ def reward_model_bytes(recipe: Recipe, name: str, device: str) -> int | None:
 def stored_parameters(path: str) -> int | None:
     """Returns the elements of all tensors in a model's directory; None if its files cannot be read."""
     try:
-        files = weight_files(Path(path))
-        return sum(math.prod(entry.shape) for file in files for entry in read_header(file).values())
+        return sum(math.prod(entry.shape) for _, entry in file_tensors(Path(path)).values()) or None
     except ModelError:
         return None

@@ -22,7 +22,7 @@ from megagrpo.weights.blocks import BLOCK, QUANTIZED, lacking_manifest, quantize
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture, Layer
-from megagrpo.weights.families.parts.part import Tensor
+from megagrpo.weights.families.parts.part import Role, Tensor
 from megagrpo.weights.files.adapters import adapted_linears
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 
@@ -148,12 +148,12 @@ def rank_parameters(arch: Architecture, layout: ParallelLayout, stage: int, fuse
         plain, routed = layers[kind]
         dense += count * plain
         experts += count * routed
-    embedding = outside["chunk0.embedding.word_embeddings.weight"] if held.embedding else 0
+    embedding = outside["embedding"] if held.embedding else 0
     head = 0
     if held.head:
-        dense += outside["chunk0.decoder.final_layernorm.weight"]
+        dense += outside["final_norm"]
         if not (arch.tied_embeddings and held.embedding):  # a tied head on another stage is a second copy
-            head = outside["chunk0.output_layer.weight"]
+            head = outside["value_head" if arch.value_head else "head"]
     return RankParameters(embedding, head, dense, experts)
 
 
@@ -250,10 +250,10 @@ def _fetched_in_layers(arch: Architecture, cuts: ParallelLayout, fused: bool) ->
 
 
 class Shard(NamedTuple):
-    """The elements on one rank: outside of layers by name, and of one layer of each kind outside and inside of routed
+    """The elements on one rank: outside of layers by role, and of one layer of each kind outside and inside of routed
     experts."""
 
-    outside: dict[str, int]
+    outside: dict[Role, int]
     layers: dict[Layer, tuple[int, int]]
 
 
@@ -261,12 +261,13 @@ def shard_of(arch: Architecture, sample: Architecture, held: Manifest, counted: 
     """Returns a rank's shard of the `counted` tensors, from what it holds of a `sample` with fewer experts."""
     tensors = {tensor.name: tensor for tensor in tensors_of(sample)}
     left_out = {its.storage for its in held.placements if not counted(tensors[its.box.tensor])}
-    outside, layers = dict[str, int](), [[0, 0] for _ in sample.layers]
+    roles = {its.storage: tensors[its.box.tensor].role for its in held.placements}
+    outside, layers = dict[Role, int](), [[0, 0] for _ in sample.layers]
     for name, layer, shape in _by_layer(held):
         if name in left_out:
             continue
         if layer is None:
-            outside[name] = prod(shape)
+            outside[roles[name]] = prod(shape)
         else:
             layers[layer][".experts." in name] += prod(shape)
     whole = {}

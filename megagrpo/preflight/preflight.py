@@ -38,7 +38,7 @@ from megagrpo.section import broken_rules, problem
 from megagrpo.track.jsonl import leaves
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.sides.checkpoint import carried_tensors, extra_tensors, manifests, not_trained
+from megagrpo.weights.sides.checkpoint import carried_tensors, extra_tensors, file_tensors, manifests, not_trained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,9 +102,10 @@ class Checking:
         has_weights = self.has_files and self.weights_too and manifests(self.model)
         if not has_weights:
             return
-        if carried := carried_tensors(self.model, self.architecture):
+        tensors = file_tensors(self.model)
+        if carried := carried_tensors(tensors, self.architecture):
             self.found["not trained"] = not_trained(carried)
-        if more := [name for name in extra_tensors(self.model) if name not in carried]:
+        if more := [name for name in extra_tensors(tensors, self.architecture) if name not in carried]:
             unloaded = f"{len(more)} tensors of its files, which are not of the model or loaded: {brief(more)}"
             self.unchecked.append(unloaded)
 

@@ -39,13 +39,12 @@ class Fit:
     @property
     def positions_max(self) -> int:
         """Returns the length of the longest sequence that may be sampled."""
-        long = self.model.rope.long
-        return self.model.max_positions if long is None else long.original_max_positions
+        return self.model.rope.sampled_max or self.model.max_positions
 
     @property
     def positions_key(self) -> str:
-        """Returns the name of that limit. longrope rotates a longer sequence anew, sampled tokens too."""
-        return ("original_" if self.model.rope.long is not None else "") + "max_position_embeddings"
+        """Returns the name of that limit."""
+        return f"{'original_' if self.model.rope.sampled_max else ''}max_position_embeddings"
 
     @property
     def tensor_sizes(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from megagrpo.errors import EngineError, MegagrpoError, ModelError, Problem
+from megagrpo.errors import EngineError, MegagrpoError, ModelError, Problem, few
 from megagrpo.rollout.decoding import Record, decode
 from megagrpo.rollout.engine import Done, Engine, EngineSpec, EngineState, SoFar
 from megagrpo.rollout.read_routes import ReadRoutes
@@ -268,7 +268,7 @@ def load_model(directory: str, device: str, dtype: str) -> Any:
     model, report = loaded
     absent = sorted(report["missing_keys"]) + [key for key, *_ in report["mismatched_keys"]]
     if absent:
-        given = f"{len(absent)} tensors are missing or have another shape: {', '.join(absent[:5])}"
+        given = f"{len(absent)} tensors are missing or have another shape: {few(absent)}"
         needed = "every tensor that config.json calls for"
         raise ModelError(Problem(f"{directory}: the files do not hold the whole model", given, needed))
     for name in [name for name, _ in model.base_model.named_children() if re.fullmatch(family.carried, f"{name}.")]:

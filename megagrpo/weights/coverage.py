@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from megagrpo.errors import Problem, WeightPlanError
+from megagrpo.errors import Problem, WeightPlanError, few
 from megagrpo.weights.boxes import Box, Manifest, Placement
 from megagrpo.weights.families.parts.part import Tensor
 
@@ -161,7 +161,3 @@ def _contains(box: Box, part: Box) -> bool:
         if begin < low or begin + size > low + whole:
             return False
     return True
-
-
-def few(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from megagrpo.errors import Problem, WeightPlanError
+from megagrpo.errors import Problem, WeightPlanError, few
 from megagrpo.weights.boxes import ITEM_BYTES, Box, HolderClass, Link, Place, Placement, Topology, Transfer
-from megagrpo.weights.coverage import Located, as_slice, few, first_overlap, subtract
+from megagrpo.weights.coverage import Located, as_slice, first_overlap, subtract
 
 Holders = tuple[int, ...]
 """Indices of sources, or of destinations, that have the same bytes."""

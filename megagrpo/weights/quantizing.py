@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch.nn.functional import pad
 
-from megagrpo.errors import DIVERGED_FIX, ModelError, Problem, RankError, WeightSyncError
+from megagrpo.errors import DIVERGED_FIX, ModelError, Problem, RankError, WeightSyncError, few
 from megagrpo.weights.blocks import (
     BLOCK,
     Preparation,
@@ -26,7 +26,6 @@ from megagrpo.weights.blocks import (
     values_of,
 )
 from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.coverage import few
 from megagrpo.weights.plan import WeightPlan, require_own
 from megagrpo.weights.transport.rendezvous import Member, in_thread
 from megagrpo.weights.views import box_view, torch_dtype

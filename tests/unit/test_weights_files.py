@@ -22,7 +22,7 @@ from megagrpo.weights.files import loading
 from megagrpo.weights.files.export import begin_export, finish_export
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import checkpoint
-from megagrpo.weights.sides.checkpoint import PROBLEMS_MAX, extra_tensors, transformers_manifest
+from megagrpo.weights.sides.checkpoint import PROBLEMS_MAX, extra_tensors, file_tensors, transformers_manifest
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 from megagrpo.weights.views import model_tensors
 from tests.safetensors_files import LARGE, assert_same_files, in_fp8, saved, stack_experts, with_tensors
@@ -108,7 +108,9 @@ def test_weights_in_fp8_are_loaded_and_exported_as_what_they_stand_for(models: P
         assert wide == [name for name in tensors if name.endswith("expert_bias")]
     assert_equal(saved(out), stands_for)
     assert all(tensor.dtype == stands_for[name].dtype for name, tensor in saved(out).items())
-    assert extra_tensors(model) == [f"model.layers.4.eh_proj.weight{kind}" for kind in ("", "_scale_inv")]
+    assert extra_tensors(file_tensors(model), read_architecture(model)) == [
+        f"model.layers.4.eh_proj.weight{kind}" for kind in ("", "_scale_inv")
+    ]
     read = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert read.dtype == torch.bfloat16
     assert read.model.layers[1].mlp.gate.e_score_correction_bias.dtype == torch.float32
@@ -228,7 +230,7 @@ def test_only_tensors_outside_of_the_models_layers_and_modules_may_be_left_out(
     save_file(saved(model) | {name: torch.zeros(3)}, model / "model.safetensors")
     if taken:
         load_one(model)
-        assert extra_tensors(model) == [name]
+        assert extra_tensors(file_tensors(model), read_architecture(model)) == [name]
     else:
         refused(model, 1, name)
 

@@ -15,7 +15,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.weights.families import FAMILIES, architecture_of
 from megagrpo.weights.families.sglang_classes import key_problems
 from megagrpo.weights.quantizing import dequantize, quantize
-from megagrpo.weights.sides.checkpoint import carried_tensors, extra_tensors
+from megagrpo.weights.sides.checkpoint import carried_tensors, extra_tensors, file_tensors
 from tests.safetensors_files import assert_same_tensors, saved
 from tests.tiny_models import make_model
 from tests.weight_streams import through_ranks
@@ -64,7 +64,8 @@ def test_a_checkpoint_in_fp8_is_read_as_what_it_stands_for(family: str, scheme: 
     assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in saved(tmp_path / "fp8").values()) > 8
     through_ranks(tmp_path / "fp8", tmp_path / "out", ParallelLayout(tensor=2, pipeline=2), "bfloat16", "bfloat16")
     assert_same_tensors(saved(tmp_path / "out"), stands_for)
-    assert set(extra_tensors(tmp_path / "fp8")) == carried_tensors(tmp_path / "fp8", arch(tmp_path / "fp8")).keys()
+    tensors, model = file_tensors(tmp_path / "fp8"), arch(tmp_path / "fp8")
+    assert set(extra_tensors(tensors, model)) == carried_tensors(tensors, model).keys()
 
 
 def arch(directory: Path) -> Any:

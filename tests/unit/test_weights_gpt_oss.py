@@ -64,13 +64,12 @@ def test_every_region_of_mxfp4_is_read_as_transformers_dequantises_it(packed: An
     files = ModelFiles(directory)
     for name, rows, columns in (("gate_up_proj", HIDDEN, FFN), ("down_proj", FFN, HIDDEN)):
         name = f"model.layers.1.mlp.experts.{name}"
-        whole = stands_for[name].view(EXPERTS, rows, columns, -1).squeeze(-1)
+        whole = stands_for[name].view(EXPERTS, rows, columns, -1)
         for expert in ((0, 4), (2, 1)):
             for row in ((0, rows), (3, 1), (31, 2), (32, 32), (5, 50)):
                 for column in ((0, columns), (17, 30)):
-                    parts = [expert, row, column, *([(0, 1)] if whole.ndim == 4 else [])]
-                    for at in range(whole.shape[-1] if whole.ndim == 4 else 1):
-                        parts[3:] = [(at, 1)] * (whole.ndim - 3)
+                    for at in range(whole.shape[-1]):
+                        parts = (expert, row, column, (at, 1))
                         wanted = whole[tuple(slice(start, start + size) for start, size in parts)]
                         assert torch.equal(files.read(name, *map(tuple, zip(*parts, strict=True))), wanted), parts
 

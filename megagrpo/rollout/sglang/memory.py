@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import mul
@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 from megagrpo.plan.assumptions import longest_sequence
 from megagrpo.plan.case import Case
 from megagrpo.plan.engine import GIB, MIB, EngineMemory, SequenceCache, asked_at_once, cache_of
-from megagrpo.plan.parameters import BLOCK_ELEMENT_BYTES, shard_of
+from megagrpo.plan.parameters import BLOCK_ELEMENT_BYTES, Shard, shard_of
 from megagrpo.recipe.defaults import cpu_cache_tokens
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.blocks import QUANTIZED
 from megagrpo.weights.families import FAMILIES
 from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.parts.part import Tensor
 from megagrpo.weights.sides.sglang import manifest, stage_layers
 
 WHOLE_PREFILL_TOKENS = 16384
@@ -124,35 +125,33 @@ def attention_of_stages(
 @lru_cache(maxsize=1024)
 def engine_blocks(arch: Architecture, layout: EngineLayoutConfig) -> tuple[int, ...]:
     """Returns the elements in blocks on one rank of a quantised engine, of one layer of each kind."""
+    blocks = _shard(arch, layout, "cuda", lambda tensor: tensor.role in QUANTIZED)
+    return tuple(map(sum, blocks.layers.values()))
+
+
+def _shard(arch: Architecture, layout: EngineLayoutConfig, device: str, counted: Callable[[Tensor], bool]) -> Shard:
+    """Returns the shard of the `counted` tensors of one rank of an engine without a pipeline."""
     sample = replace(arch.sample(layout.tensor), tied_embeddings=arch.tied_embeddings)
     one_stage = layout.model_copy(update={"pipeline": 1})
-    held = manifest(sample, one_stage, 0, "float32", "cuda")
-    blocks = shard_of(arch, sample, held, lambda tensor: tensor.role in QUANTIZED)
-    return tuple(map(sum, blocks.layers.values()))
+    return shard_of(arch, sample, manifest(sample, one_stage, 0, "float32", device), counted)
 
 
 @lru_cache(maxsize=1024)
 def engine_rank_parameters(arch: Architecture, layout: EngineLayoutConfig, device: str) -> tuple[int, ...]:
     """Returns the elements of all parameters of one rank, for each pipeline stage. Raises ModelError if SGLang
     cannot hold the model so."""
-    one_stage = layout.model_copy(update={"pipeline": 1})
-    sample, of_class = (
-        replace(arch.sample(layout.tensor), tied_embeddings=arch.tied_embeddings),
-        FAMILIES[arch.family].sglang,
-    )
-    outside, layers = shard_of(arch, sample, manifest(sample, one_stage, 0, "float32", device), lambda _: True)
-    named = {name.removeprefix("model.").removeprefix("language_model."): size for name, size in outside.items()}
+    of_class, (outside, layers) = FAMILIES[arch.family].sglang, _shard(arch, layout, device, lambda _: True)
     of_stages = []
     for stage in range(layout.pipeline):
         first, last = stage == 0, stage == layout.pipeline - 1
         counts = arch.count(stage_layers(len(arch.layers), stage, layout.pipeline))
         held = sum(count * sum(layers[kind]) for kind, count in counts.items())
-        held += named["embed_tokens.weight"] if first or of_class.embedding_on_every_stage else 0
-        held += named["norm.weight"] if last else 0
+        held += outside["embedding"] if first or of_class.embedding_on_every_stage else 0
+        held += outside["final_norm"] if last else 0
         if arch.tied_embeddings:
-            held += named["embed_tokens.weight"] if last and not first else 0
+            held += outside["embedding"] if last and not first else 0
         elif last or of_class.head_on_every_stage:
-            held += named["lm_head.weight"]
+            held += outside["head"]
         of_stages.append(held)
     return tuple(of_stages)
 

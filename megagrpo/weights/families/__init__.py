@@ -75,11 +75,7 @@ FAMILIES: dict[str, Family] = {
         carried=r"model\.mtp_.*",
         sglang=sglang_classes.ERNIE4_5_MOE,
     ),
-    "exaone4": Family(
-        olmo.exaone4,
-        olmo.NAMES,
-        sglang=sglang_classes.EXAONE4,
-    ),
+    "exaone4": Family(olmo.exaone4, olmo.NAMES, sglang=sglang_classes.EXAONE4),
     "gemma2": Family(gemma.gemma2, gemma.NAMES, sglang=sglang_classes.GEMMA2),
     "gemma3": Family(
         composite.text_of(gemma3_text=gemma.gemma3),
@@ -104,10 +100,7 @@ FAMILIES: dict[str, Family] = {
     "kimi_k2": Family(deepseek_like.deepseek_v3, known_as="deepseek_v3", sglang=sglang_classes.DEEPSEEK),
     "llama": Family(llama_like.llama, sglang=sglang_classes.LLAMA),
     "mimo": Family(
-        llama_like.mimo,
-        known_as="qwen2",
-        carried=r"model\.mtp_layers\..*",
-        sglang=sglang_classes.NEEDS_CODE,
+        llama_like.mimo, known_as="qwen2", carried=r"model\.mtp_layers\..*", sglang=sglang_classes.NEEDS_CODE
     ),
     "minimax_m2": Family(
         minimax.minimax_m2,
@@ -116,10 +109,7 @@ FAMILIES: dict[str, Family] = {
         sglang=sglang_classes.MINIMAX_M2,
     ),
     "ministral3": Family(llama_like.ministral3, sglang=sglang_classes.MINISTRAL3),
-    "mistral": Family(
-        llama_like.mistral,
-        sglang=sglang_classes.MISTRAL,
-    ),
+    "mistral": Family(llama_like.mistral, sglang=sglang_classes.MISTRAL),
     "mistral3": Family(
         composite.text_of(mistral=llama_like.mistral, ministral3=llama_like.ministral3),
         composite.NAMES,
@@ -137,11 +127,7 @@ FAMILIES: dict[str, Family] = {
     "olmo3": Family(olmo.olmo3, olmo.NAMES, sglang=sglang_classes.OLMO3),
     "phi3": Family(llama_like.phi3, fuse=fused.everything, sglang=sglang_classes.PHI3),
     "qwen2": Family(llama_like.qwen2),
-    "qwen2_moe": Family(
-        llama_like.qwen2_moe,
-        llama_like.SHARED_EXPERT_NAMES,
-        sglang=sglang_classes.QWEN2_MOE,
-    ),
+    "qwen2_moe": Family(llama_like.qwen2_moe, llama_like.SHARED_EXPERT_NAMES, sglang=sglang_classes.QWEN2_MOE),
     "qwen3": Family(llama_like.qwen3, sglang=sglang_classes.QWEN3),
     "qwen3_5": Family(
         composite.text_of(qwen3_5_text=qwen_next.qwen3_5),
@@ -166,10 +152,7 @@ FAMILIES: dict[str, Family] = {
         sglang=sglang_classes.QWEN3_5_TEXT,
     ),
     "qwen3_5_text": Family(qwen_next.qwen3_5, fuse=qwen_next.fused_whole, sglang=sglang_classes.QWEN3_5_TEXT),
-    "qwen3_moe": Family(
-        llama_like.qwen3_moe,
-        sglang=sglang_classes.QWEN3_MOE,
-    ),
+    "qwen3_moe": Family(llama_like.qwen3_moe, sglang=sglang_classes.QWEN3_MOE),
     "qwen3_next": Family(
         qwen_next.qwen3_next,
         llama_like.SHARED_EXPERT_NAMES,

@@ -32,8 +32,9 @@ class Layer:
 
     def tensors(self, index: int) -> Iterator[Tensor]:
         prefix = f"model.layers.{index}."
-        for part, around in ((self.attention, self.norms.around_attention), (self.mlp, self.norms.around_mlp)):
-            before, after = around(prefix, index)
+        parts = (self.attention, ("input", "attention_output")), (self.mlp, ("post_attention", "mlp_output"))
+        for part, norms in parts:
+            before, after = self.norms.around(*norms, prefix, index)
             yield from before
             yield from part.tensors(prefix, index)
             yield from after

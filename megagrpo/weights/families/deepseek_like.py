@@ -59,11 +59,9 @@ def ling(config: Mapping[str, Any]) -> Architecture:
     """Reads Ling 2 and Ring 2 (`BailingMoeV2ForCausalLM`): GLM-4.5's parts, with keys of their own."""
     read = ConfigReader(config, 6e5, rms_norm_eps=1e-6, moe_router_enable_expert_bias=False, use_qk_norm=False)
     read.refuse_if_set("use_bias", "use_qkv_bias", "norm_head")
-    read.config.known.add("max_window_layers")  # no layer has a window
-    needed: dict[str, Any] = {"use_qk_norm": True, "moe_router_enable_expert_bias": True}
-    for key, wanted in (needed | {key: its for key, its in LINGS_USUAL.items() if key in read.config}).items():
-        if read.config.get(key) != wanted:
-            read.refuse(key, read.config[key], str(wanted).lower())
+    read.ignore("max_window_layers")  # no layer has a window
+    read.require(use_qk_norm=True, moe_router_enable_expert_bias=True)
+    read.require(score_function="sigmoid", router_dtype="fp32", use_rmsnorm=True)
     ffn, shared = read.integer("moe_intermediate_size"), "moe_shared_expert_intermediate_size"
     if read.integer(shared, default=ffn) != ffn:
         read.refuse(shared, read.config[shared], f"moe_intermediate_size = {ffn}: the size of one")
@@ -77,7 +75,6 @@ def ling(config: Mapping[str, Any]) -> Architecture:
     return _model(read, [attention] * read.layers, dense=0, experts=experts)
 
 
-LINGS_USUAL: dict[str, Any] = {"score_function": "sigmoid", "router_dtype": "fp32", "use_rmsnorm": True}
 LINGS_NAMES = (
     (".self_attn.", ".attention."), (".o_proj.", ".dense."), (".q_norm.", ".query_layernorm."),
     (".k_norm.", ".key_layernorm."), (".embed_tokens.", ".word_embeddings."),
@@ -104,7 +101,7 @@ def _model(
 
 def _latent_attention(read: ConfigReader) -> LatentAttention:
     config = read.config
-    config.known.add("qk_head_dim")  # it follows from other sizes
+    read.ignore("qk_head_dim")  # it follows from other sizes
     if config.get("head_dim") not in (None, config.get("qk_rope_head_dim")):
         read.refuse("head_dim", config["head_dim"], "qk_rope_head_dim, or no such key")
     read.refuse_if_set("attention_bias")
@@ -137,10 +134,7 @@ def _dense_layers(read: ConfigReader, usual: int) -> int:
 
 
 def _experts(read: ConfigReader, *counts: str, shared: str = "n_shared_experts") -> Experts:
-    config = read.config
-    for key, usual in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
-        if config.get(key, usual) != usual:
-            read.refuse(key, config[key], str(usual))
+    read.require(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     if not read.flag("norm_topk_prob", default=True):
         read.refuse("norm_topk_prob", False, "true: weights of the chosen experts that add up to 1")
     counts = counts or ("n_routed_experts", "num_local_experts")

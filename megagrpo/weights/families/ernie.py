@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megagrpo.weights.boxes import Placement, Storage
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.families.parts.experts import SoftmaxRouter
+from megagrpo.weights.families.parts.part import all_rows
 from megagrpo.weights.families.reading import EXPERTS_MAX, ConfigReader
 
 if TYPE_CHECKING:
@@ -28,10 +28,8 @@ def ernie4_5_moe(config: Mapping[str, Any]) -> Architecture:
         config, 5e5, num_key_value_heads=4, rms_norm_eps=1e-5, tie_word_embeddings=True, moe_num_shared_experts=2
     )
     read.refuse_if_set("use_bias")
-    read.config.known.add("moe_capacity")  # of training with dropped tokens
-    for key, usual in (("moe_gate", "topk"), ("moe_use_aux_free", True), ("moe_norm_min", LEAST_SUM)):
-        if read.config.get(key, usual) != usual:
-            read.refuse(key, read.config[key], str(usual))
+    read.ignore("moe_capacity")  # of training with dropped tokens
+    read.require(moe_gate="topk", moe_use_aux_free=True, moe_norm_min=LEAST_SUM)
     counts, per_token = ("moe_num_experts", "num_experts"), ("moe_k", "num_experts_per_tok")
     experts = read.experts(*counts, ffn="moe_intermediate_size", normalize_top_k=True, per_token=per_token)
     shared = 0
@@ -58,6 +56,4 @@ def _sparse(read: ConfigReader) -> list[bool]:
 def bias_as_row(files: ManifestBuilder, layer: Layer, of: LayerTensors) -> None:
     """Adds the bias of the choice of experts, one row."""
     if bias := of.roles.get("router_bias"):
-        files.placed(
-            Storage(bias.name, (1, *bias.shape), "float32"), [Placement(bias.name, (0, 0), (None, 0), bias.box)]
-        )
+        files.stacked(bias.name, [[all_rows(bias)]], ())

@@ -52,7 +52,7 @@ def _scale(read: ConfigReader) -> float:
 
 def _model(read: ConfigReader, attentions: list[Attention], logit_cap: float | None) -> Architecture:
     read.refuse_if_set("attention_bias", "use_bidirectional_attention")
-    read.config.known.add("hidden_act")  # an older key, which transformers does not read; SGLang demands it
+    read.ignore("hidden_act")  # an older key, which transformers does not read; SGLang demands it
     mlp = read.mlp("gelu_tanh", "hidden_activation")
     model = read.model([read.layer(attention, mlp, outputs=True) for attention in attentions])
     scale = model.hidden**0.5

@@ -42,8 +42,7 @@ def qwen2(config: Mapping[str, Any]) -> Architecture:
 def mimo(config: Mapping[str, Any]) -> Architecture:
     """Reads MiMo 7B (`MiMoForCausalLM`), which has Qwen2's tensors, and layers for further tokens."""
     read = ConfigReader(config, num_key_value_heads=32, use_sliding_window=False)
-    if not read.flag("attention_bias", default=True):
-        read.refuse("attention_bias", False, "true")
+    read.require(attention_bias=True)
     return _alike(read, bias=True)
 
 

@@ -18,18 +18,14 @@ USUAL = {"qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_qk_norm": 
 """Keys of published configs. transformers does not read them; SGLang does."""
 FACTORS = dict.fromkeys(("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta"), 1.0)
 """Factors of residuals in the configs of MiniMax M1. No code of M2 has them."""
-UNUSED = {"shared_moe_mode", "mlp_intermediate_size", "swa_rope_theta"}
-"""Keys of MLPs and windows, which no layer has."""
 
 
 def minimax_m2(config: Mapping[str, Any]) -> Architecture:
     """Reads MiniMax M2 (`MiniMaxM2ForCausalLM`)."""
     read = ConfigReader(config, 5e6, num_key_value_heads=8, head_dim=128)
     read.refuse_if_set("router_jitter_noise", "shared_intermediate_size")
-    read.config.known |= UNUSED
-    for key, usual in (USUAL | FACTORS).items():
-        if read.config.get(key, usual) != usual:
-            read.refuse(key, read.config[key], str(usual).lower())
+    read.ignore("shared_moe_mode", "mlp_intermediate_size", "swa_rope_theta")  # of MLPs and windows, which none has
+    read.require(**USUAL, **FACTORS)
     if any(kind != 1 for kind in read.config.get("attn_type_list") or []):
         read.refuse("attn_type_list", read.config["attn_type_list"], "1 everywhere: softmax attention")
     rotated = read.config.get("rotary_dim")

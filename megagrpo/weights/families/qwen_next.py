@@ -45,15 +45,14 @@ def qwen3_5_moe(config: Mapping[str, Any]) -> Architecture:
     """Reads Qwen3.5 and 3.6 (`Qwen3_5MoeForCausalLM`), with experts in all layers."""
     read = ConfigReader(config, num_key_value_heads=2, head_dim=256)
     experts = experts_beside_shared_one(read, normalize_top_k=True)
-    read.config.known.add("intermediate_size")  # of no layer
+    read.ignore("intermediate_size")  # of no layer
     return _model(read, [experts] * read.layers)
 
 
 def _model(read: ConfigReader, mlps: list[Mlp | Experts]) -> Architecture:
     read.refuse_if_set("attention_bias")
-    if read.config.get("attn_output_gate", True) is not True:
-        read.refuse("attn_output_gate", read.config["attn_output_gate"], "true")
-    read.config.known.add("mamba_ssm_dtype")  # the dtype of an engine's states
+    read.require(attn_output_gate=True)
+    read.ignore("mamba_ssm_dtype")  # the dtype of an engine's states
     rope = read.rope(part=0.25, others=MROPE)
     attention = read.attention(norm="head", gate=True, rope=rope)
     delta = DeltaNet(read.hidden, *map(read.integer, SIZES))

@@ -106,6 +106,16 @@ class ConfigReader:
     def refuse(self, feature: str, given: object, needed: str, fix: str = "") -> None:
         self.problems.append(Problem(f"config.json: {feature} ({self.family})", brief(given), needed, fix))
 
+    def ignore(self, *keys: str) -> None:
+        """Allows keys that do not change what the model computes."""
+        self.config.known.update(keys)
+
+    def require(self, **wanted: object) -> None:
+        """Refuses keys that are present, or have a default, with other values than these."""
+        for key, value in wanted.items():
+            if self.config.get(key, value) != value:
+                self.refuse(key, self.config[key], str(value).lower())
+
     def refuse_if_set(self, *flags: str) -> None:
         for flag in flags:
             if self.config.get(flag):
@@ -382,4 +392,4 @@ class ConfigReader:
         elif self.config.get("use_sliding_window"):
             self.refuse("use_sliding_window", True, "false: this family has no windows")
         if "use_sliding_window" in self.config and not self.config["use_sliding_window"]:
-            self.config.known |= {"sliding_window", "max_window_layers"}  # of windows that are not used
+            self.ignore("sliding_window", "max_window_layers")  # of windows that are not used

@@ -11,7 +11,6 @@ from megagrpo.errors import Problem
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.families.parts.attention import Attention, Rope
 from megagrpo.weights.families.parts.latent_attention import LatentAttention
-from megagrpo.weights.families.parts.mlp import Mlp
 
 INSTEAD = "rollout.engine: transformers"
 
@@ -65,11 +64,11 @@ def _odd_windows(arch: Architecture) -> object:
 
 
 def _some_dense(arch: Architecture) -> object:
-    return "MLPs in some layers" if any(isinstance(its.mlp, Mlp) for its in arch.kinds) else None
+    return "MLPs in some layers" if any(not its.mlp.experts for its in arch.kinds) else None
 
 
 def _not_first_dense(arch: Architecture) -> object:
-    dense = [isinstance(its.mlp, Mlp) for its in arch.layers]
+    dense = [not its.mlp.experts for its in arch.layers]
     return None if dense == sorted(dense, reverse=True) else "MLPs behind experts"
 
 

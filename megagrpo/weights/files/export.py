@@ -60,7 +60,7 @@ def begin_export(directory: str | Path, model_directory: str | Path, arch: Archi
     Removes what an interrupted export to the same place left behind. `dtype` is a Storage's, such as bfloat16. Raises
     CheckpointError.
     """
-    carried = checkpoint.carried_tensors(model_directory, arch)
+    carried = checkpoint.carried_tensors(checkpoint.file_tensors(Path(model_directory)), arch)
     files = checkpoint.new_files(arch, dtype, others=bool(carried))
     export = Export(Path(directory).absolute(), files)
     begin(export, lambda: lay_out(export.partial, files, Path(model_directory), dtype, carried))
@@ -95,16 +95,12 @@ def begin(export: Export, make: Callable[[], None]) -> None:
         raise CheckpointError(_problem(export.directory, error)) from error
 
 
-Carried = Mapping[str, tuple[Path, checkpoint.Entry]]
-"""Tensors that are copied bit for bit: the file of each, and its entry there."""
-
-
 def lay_out(
     directory: Path,
     files: tuple[Manifest, ...],
     model_directory: Path,
     dtype: str,
-    carried: Carried = MappingProxyType({}),
+    carried: checkpoint.FileTensors = MappingProxyType({}),
 ) -> None:
     """Makes the files in `directory` at their full size without their values, and one of the carried tensors, if any.
 
@@ -136,7 +132,7 @@ def lay_out(
         _write_json(directory / checkpoint.INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
 
 
-def _write_carried(path: Path, carried: Carried) -> None:
+def _write_carried(path: Path, carried: checkpoint.FileTensors) -> None:
     """Copies tensors from the model's files into a new one, COPY_BYTES at a time."""
     at, header = 0, dict[str, Any](__metadata__={"format": "pt"})
     for name, (_, entry) in carried.items():

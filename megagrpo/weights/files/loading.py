@@ -30,8 +30,8 @@ from megagrpo.weights.sides.checkpoint import (
     MXFP4_SCALES,
     MXFP4_VALUES,
     Entry,
+    file_tensors,
     manifests,
-    read_header,
     weight_files,
 )
 from megagrpo.weights.views import box_view, fill_padding, stored_tensors, torch_dtype
@@ -48,13 +48,13 @@ class ModelFiles:
         directory = Path(directory)
         self.manifests: tuple[Manifest, ...] = manifests(directory, arch)
         self.paths = weight_files(directory)
-        self._entries = {name: (path, entry) for path in self.paths for name, entry in read_header(path).items()}
+        self.entries = dict(file_tensors(directory))
         storages = [its for manifest in self.manifests for its in manifest.storages.values()]
         self._columns = {its.name: its.shape[-1] for its in storages if its.folded}
-        self._packed = {its.name for its in storages if its.name not in self._entries}
+        self._packed = {its.name for its in storages if its.name not in self.entries}
         for storage in (its for its in storages if its.folded and its.name not in self._packed):
-            path, entry = self._entries[storage.name]
-            self._entries[storage.name] = path, replace(entry, shape=storage.shape)
+            path, entry = self.entries[storage.name]
+            self.entries[storage.name] = path, replace(entry, shape=storage.shape)
         self._latest: tuple[Any, torch.Tensor] | None = None
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
@@ -72,10 +72,10 @@ class ModelFiles:
     def _read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         if name in self._packed:
             return self._dequantized(name, start, shape)
-        values = read_region(*self._entries[name], start, shape)
+        values = read_region(*self.entries[name], start, shape)
         if values.dtype != torch.float8_e4m3fn:
             return values
-        file, scale = self._entries[name + SCALE_SUFFIX]
+        file, scale = self.entries[name + SCALE_SUFFIX]
         if len(scale.shape) < 2:  # one for the whole matrix
             factor = read_region(file, scale, (0,) * len(scale.shape), scale.shape)
             return (values.float() * factor.float()).bfloat16()
@@ -92,12 +92,12 @@ class ModelFiles:
 
     def _dequantized(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Returns a region of what blocks [experts, columns, rows / 32, 16] stand for: [experts, rows, columns]."""
-        columns = self._columns.get(name, 1)
+        columns = self._columns[name]
         (expert, row, column), (experts, rows) = start[:3], shape[:2]
         first, end = row // MXFP4_VALUES, -(-(row + rows) // MXFP4_VALUES)
         at, size = (expert, column * columns, first), (experts, shape[2] * columns, end - first)
-        blocks = read_region(*self._entries[name + MXFP4_BLOCKS], (*at, 0), (*size, MXFP4_VALUES // 2))
-        scales = read_region(*self._entries[name + MXFP4_SCALES], at, size)
+        blocks = read_region(*self.entries[name + MXFP4_BLOCKS], (*at, 0), (*size, MXFP4_VALUES // 2))
+        scales = read_region(*self.entries[name + MXFP4_SCALES], at, size)
         values = dequantized(blocks, scales).narrow(-1, row - first * MXFP4_VALUES, rows)
         return values.transpose(1, 2).view(shape)
 

@@ -95,10 +95,34 @@ class ManifestBuilder:
         self._columns(storage, (), tensor, index * count, real, count)
         self._storages[storage] = Storage(storage, (tensor.shape[0], count), self.dtype)
 
-    def stacked(self, storage: str, experts: Sequence[Iterable[Rows]], columns: int) -> None:
-        """Adds a 3-D storage: at index e of axis 0, the rows experts[e] in order, each of `columns` elements."""
-        counts = [self._rows(storage, (index,), parts, (columns,)) for index, parts in enumerate(experts)]
-        self._storages[storage] = Storage(storage, (len(experts), counts[0], columns), self.dtype)
+    def stacked(self, storage: str, experts: Sequence[Iterable[Rows]], rest: tuple[int, ...], dtype: str = "") -> None:
+        """Adds a storage: at index e of axis 0, the rows experts[e] in order. `rest` is its shape after axis 1."""
+        counts = [self._rows(storage, (index,), parts, rest) for index, parts in enumerate(experts)]
+        self._storages[storage] = Storage(storage, (len(experts), counts[0], *rest), dtype or self.dtype)
+
+    def alternating(
+        self,
+        storage: str,
+        experts: Sequence[Sequence[Tensor]],
+        index: int = 0,
+        shards: int = 1,
+        dtype: str = "",
+        *,
+        transposed: bool = False,
+    ) -> None:
+        """Adds a storage: at index e of axis 0, rows of the tensors experts[e] alternate, in run `index` of `shards`
+        runs of each one's rows. `transposed`: as columns."""
+        rows, *rest = experts[0][0].shape
+        shape, start = (rows // shards, *rest), (index * (rows // shards), *(0 for _ in rest))
+        behind = range(1, len(shape))
+        axes = (None, *behind, 0, None) if transposed else (None, 0, None, *behind)
+        for expert, tensors in enumerate(experts):
+            for turn, tensor in enumerate(tensors):
+                at = (expert, *(turn if axis is None else 0 for axis in axes[1:]))
+                self._placements.append(Placement(storage, at, axes, Box(tensor.name, start, shape)))
+        local = (len(experts[0]) if axis is None else shape[axis] for axis in axes[1:])
+        folded = 1 if transposed else len(shape)
+        self._storages[storage] = Storage(storage, (len(experts), *local), dtype or self.dtype, folded)
 
     def stacked_columns(self, storage: str, experts: Sequence[Tensor], index: int, shards: int, width: int) -> None:
         """Adds a 3-D storage: at index e of axis 0, run `index` of `shards` runs of columns of the matrix experts[e].
@@ -109,12 +133,6 @@ class ManifestBuilder:
             real = tensor.shape[1] // shards
             self._columns(storage, (expert,), tensor, index * real, real, width)
         self._storages[storage] = Storage(storage, (len(experts), experts[0].shape[0], width), self.dtype)
-
-    def placed(self, storage: Storage, placements: Iterable[Placement], fills: Iterable[Fill] = ()) -> None:
-        """Adds a storage with boxes, and padding, at places of their own."""
-        self._storages[storage.name] = storage
-        self._placements += placements
-        self._fills += fills
 
     def build(self) -> Manifest:
         return Manifest(self._holder, self._storages, tuple(self._placements), tuple(self._fills))

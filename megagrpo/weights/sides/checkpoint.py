@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -124,13 +124,21 @@ def manifests(directory: str | Path, arch: Architecture | None = None) -> tuple[
     return tuple(files)
 
 
-def extra_tensors(directory: str | Path) -> list[str]:
-    """Returns the names in the model's files that no side holds, such as layers that predict further tokens."""
-    directory = Path(directory)
-    arch = read_architecture(directory)
+FileTensors = Mapping[str, tuple[Path, Entry]]
+"""Tensors of a model's files by name: the file of each, and its entry there."""
+
+
+def file_tensors(directory: Path) -> FileTensors:
+    """Returns all tensors of a model directory; none of one without weights."""
+    if not ((directory / INDEX).is_file() or (directory / SINGLE).is_file()):
+        return {}
+    return {name: (path, entry) for path in weight_files(directory) for name, entry in read_header(path).items()}
+
+
+def extra_tensors(tensors: Iterable[str], arch: Architecture) -> list[str]:
+    """Returns the names among a model's that no side holds, such as layers that predict further tokens."""
     parts, _ = _known(arch)
-    names = {name for path in weight_files(directory) for name in read_header(path)}
-    return sorted(name for name in names if _stands_for(arch, name) not in parts)
+    return sorted(name for name in tensors if _stands_for(arch, name) not in parts)
 
 
 def _is_scale(name: str) -> bool:
@@ -146,22 +154,17 @@ def _stands_for(arch: Architecture, name: str) -> str:
     return name.removesuffix(SCALE_SUFFIX)
 
 
-def carried_tensors(directory: str | Path, arch: Architecture) -> dict[str, tuple[Path, Entry]]:
-    """Returns the tensors that exports copy from the model's files: those of Family.carried, and of layers beyond the
-    last one. A directory without weights has none, nor one in fp8: an export's config no longer says how to read it."""
-    directory, pattern = Path(directory), re.compile(FAMILIES[arch.family].carried)
-    if not ((directory / INDEX).is_file() or (directory / SINGLE).is_file()):
-        return {}
+def carried_tensors(tensors: FileTensors, arch: Architecture) -> FileTensors:
+    """Returns those of a model's tensors that exports copy: of Family.carried, and of layers beyond the last one. In
+    fp8 there are none: an export's config no longer says how to read them."""
+    pattern = re.compile(FAMILIES[arch.family].carried)
     carried = {
-        name: (path, entry)
-        for path in weight_files(directory)
-        for name, entry in read_header(path).items()
-        if pattern.fullmatch(name) or _layer_of(name) >= len(arch.layers)
+        name: its for name, its in tensors.items() if pattern.fullmatch(name) or _layer_of(name) >= len(arch.layers)
     }
     return {} if any(entry.dtype == FP8 for _, entry in carried.values()) else carried
 
 
-def not_trained(carried: Mapping[str, tuple[Path, Entry]]) -> str:
+def not_trained(carried: FileTensors) -> str:
     """Returns a sentence or two about carried tensors: their numbers, bytes and names."""
     bytes_of = Counter[str]()
     for name, (_, entry) in carried.items():
@@ -239,9 +242,9 @@ def stored(arch: Architecture, dtype: str | Mapping[str, str], *, stacked: bool 
 def _stack(builder: ManifestBuilder, tensors: LayerTensors) -> None:
     experts, prefix = tensors.experts, tensors.roles["router"].name.removesuffix("gate.weight") + "experts."
     gate_up = [[all_rows(roles["expert_gate"]), all_rows(roles["expert_up"])] for roles in experts]
-    builder.stacked(prefix + "gate_up_proj", gate_up, experts[0]["expert_up"].shape[1])
+    builder.stacked(prefix + "gate_up_proj", gate_up, experts[0]["expert_up"].shape[1:])
     down = [[all_rows(roles["expert_down"])] for roles in experts]
-    builder.stacked(prefix + "down_proj", down, experts[0]["expert_down"].shape[1])
+    builder.stacked(prefix + "down_proj", down, experts[0]["expert_down"].shape[1:])
 
 
 def _entry_problem(entry: Entry, shape: tuple[int, ...], scale: Entry | None) -> tuple[str, str] | None:

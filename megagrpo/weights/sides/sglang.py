@@ -32,10 +32,10 @@ from typing import Protocol
 
 from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.blocks import family_problems, in_blocks, quantized_shapes
-from megagrpo.weights.boxes import Box, Fill, Manifest, Placement, Storage
+from megagrpo.weights.boxes import Fill, Manifest, Storage
 from megagrpo.weights.families import FAMILIES, renamed
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.families.parts.part import Roles, Rows, Tensor
+from megagrpo.weights.families.parts.part import Roles, Rows, Tensor, all_rows
 from megagrpo.weights.families.sglang_classes import SglangClass
 from megagrpo.weights.families.sglang_gaps import INSTEAD, gap_problems
 from megagrpo.weights.sides.assembly import ManifestBuilder, padded_shard, shard, shard_padded, tensors_by_role
@@ -251,64 +251,29 @@ class LayerOnEngine:
         self.builder.columns(down.name, down, self.rank, tensor, ffn)
 
     def experts(self, router: Tensor, experts: Sequence[Roles], ffn: int, bias: bool) -> None:
-        """Adds a run of consecutive experts of `ffn` columns, each cut over the ranks that share the run."""
+        """Adds a run of consecutive experts of `ffn` columns, each cut over the ranks that share the run. Their biases
+        are in float32. Of these ranks, whose products are added, one has the bias of the sum."""
         shards = self.layout.tensor // self.layout.expert
         run, index = divmod(self.rank, shards)
         count = len(experts) // self.layout.expert
         held, width = experts[run * count : (run + 1) * count], self.padded(ffn) // shards
         module, _, _ = router.name.removesuffix(".weight").rpartition(".")
-        prefix = module + ".experts."
+        prefix, pair = module + ".experts.", ("expert_gate", "expert_up")
         if self.sglang.alternates:
-            self._alternating(prefix, held, index, width, bias)
-            return
-        gate_up = [
-            [part for role in ("expert_gate", "expert_up") for part in shard_padded(roles[role], index, shards, width)]
-            for roles in held
-        ]
-        self.builder.stacked(prefix + "w13_weight", gate_up, self.arch.hidden)
+            for suffix, dtype in (("", ""), ("_bias", "float32"))[: 1 + bias]:
+                alternating = [[roles[role + suffix] for role in pair] for roles in held]
+                self.builder.alternating(f"{prefix}w13_weight{suffix}", alternating, index, shards, dtype)
+        else:
+            gate_up = [
+                [part for role in pair for part in shard_padded(roles[role], index, shards, width)] for roles in held
+            ]
+            self.builder.stacked(prefix + "w13_weight", gate_up, (self.arch.hidden,))
         down = [roles["expert_down"] for roles in held]
         self.builder.stacked_columns(prefix + "w2_weight", down, index, shards, width)
-
-    def _alternating(self, prefix: str, experts: Sequence[Roles], index: int, width: int, bias: bool) -> None:
-        """Adds these experts with alternating rows of gate and up, and biases in float32. Of the ranks that share an
-        expert, whose products are added, one has the bias of the sum."""
-        for suffix, name, rest, dtype in (("", "", (self.arch.hidden,), ""), ("_bias", "_bias", (), "float32"))[
-            : 1 + bias
-        ]:
-            storage = Storage(
-                f"{prefix}w13_weight{name}", (len(experts), width, 2, *rest), dtype or self.builder.dtype, len(rest) + 1
-            )
-            axes, zeros = (None, 0, None, *range(1, len(rest) + 1)), (0,) * len(rest)
-            self.builder.placed(
-                storage,
-                (
-                    Placement(
-                        storage.name,
-                        (number, 0, column, *zeros),
-                        axes,
-                        Box(roles[role + suffix].name, (index * width, *zeros), (width, *rest)),
-                    )
-                    for number, roles in enumerate(experts)
-                    for column, role in enumerate(("expert_gate", "expert_up"))
-                ),
-            )
-        self.builder.stacked_columns(
-            prefix + "w2_weight",
-            [roles["expert_down"] for roles in experts],
-            index,
-            self.layout.tensor // self.layout.expert,
-            width,
-        )
         if bias:
-            shape = (len(experts), self.arch.hidden)
-            storage = Storage(prefix + "w2_weight_bias", shape, "float32")
-            whole = (
-                Placement(storage.name, (number, 0), (None, 0), roles["expert_down_bias"].box)
-                for number, roles in enumerate(experts)
-            )
-            self.builder.placed(
-                storage, whole if index == 0 else (), (Fill(storage.name, (0, 0), shape),) if index else ()
-            )
+            rows = [all_rows(roles["expert_down_bias"]) for roles in held]
+            own = [[part if index == 0 else replace(part, tensor=None)] for part in rows]
+            self.builder.stacked(prefix + "w2_weight_bias", own, (), "float32")
 
     def padded(self, ffn: int) -> int:
         """Returns `ffn`, on CPUs padded to a multiple of 32 x tensor (sglang/srt/configs/update_config.py)."""

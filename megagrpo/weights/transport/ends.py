@@ -17,8 +17,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from megagrpo.errors import Problem, WeightSyncError
-from megagrpo.weights.coverage import few
+from megagrpo.errors import Problem, WeightSyncError, few
 from megagrpo.weights.digest import combine, digests, sent_digests
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.transport.buckets import (

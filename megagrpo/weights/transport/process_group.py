@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megagrpo.errors import Problem, WeightSyncError, brief
+from megagrpo.errors import Problem, WeightSyncError, brief, first_line
 from megagrpo.processes.ports import own_address
 from megagrpo.weights.transport.buckets import Peer
 from megagrpo.weights.transport.ends import SLOTS, Part, Ticket
@@ -183,9 +183,8 @@ def _errors(where: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        fix = "look for what ended or stopped that process"
-        raise WeightSyncError(Problem(where, reason, "both ends alive and connected", fix)) from error
+        needed, fix = "both ends alive and connected", "look for what ended or stopped that process"
+        raise WeightSyncError(Problem(where, first_line(error), needed, fix)) from error
 
 
 class TwoHops:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import pydantic
 import torch.distributed as dist
 
-from megagrpo.errors import MegagrpoError, Problem, WeightSyncError, brief
+from megagrpo.errors import MegagrpoError, Problem, WeightSyncError, brief, first_line
 from megagrpo.processes.store import StoreAddress, StoreHost
 
 LONGEST_PAUSE_SECONDS = 0.25
@@ -254,7 +254,7 @@ class Member:
         try:
             yield
         except (dist.DistError, OSError) as error:
-            given, needed = str(error).splitlines()[0], "a driver that runs and is reachable from here"
+            given, needed = first_line(error), "a driver that runs and is reachable from here"
             raise WeightSyncError(Problem(self._where(), given, needed)) from error
 
 

@@ -65,6 +65,11 @@ class Rope:
     pairs: bool = False
     """Neighbouring elements are rotated together, in place of the two halves."""
 
+    @property
+    def sampled_max(self) -> int | None:
+        """Returns the most tokens of a sequence that is sampled. longrope rotates a longer one anew, all its tokens."""
+        return None if self.long is None else self.long.original_max_positions
+
 
 @dataclass(frozen=True)
 class Temperature:

@@ -22,13 +22,10 @@ class Norms:
         plain = self.inputs and not self.outputs and self.factor == 1
         return None if plain else "norms of outputs, or outputs by a factor"
 
-    def around_attention(self, prefix: str, layer: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the norm before attention and the norm of its output; empty where there is none."""
-        before = Tensor(prefix + "input_layernorm.weight", (self.hidden,), "input_norm", layer)
-        after = Tensor(prefix + "attention_output_layernorm.weight", (self.hidden,), "attention_output_norm", layer)
-        return [before] * self.inputs, [after] * self.outputs
-
-    def around_mlp(self, prefix: str, layer: int) -> tuple[list[Tensor], list[Tensor]]:
-        before = Tensor(prefix + "post_attention_layernorm.weight", (self.hidden,), "post_attention_norm", layer)
-        after = Tensor(prefix + "mlp_output_layernorm.weight", (self.hidden,), "mlp_output_norm", layer)
-        return [before] * self.inputs, [after] * self.outputs
+    def around(self, before: str, after: str, prefix: str, layer: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the norm before a part and the norm of its output, so called; empty where there is none."""
+        first, last = (
+            Tensor(f"{prefix}{name}_layernorm.weight", (self.hidden,), f"{name}_norm", layer)
+            for name in (before, after)
+        )
+        return [first] * self.inputs, [last] * self.outputs
