@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from examples.demo import adder, agents, language_model, puzzles
+from megagrpo.cli import main
 from megagrpo.recipe.load import load_any
 from megagrpo.recipe.schema import SftRecipe
 from tests.loop import small_run
@@ -32,6 +33,7 @@ NEEDS = {
 }
 IN_EVERY_RUN = {
     *("adder_cpu", "adder_sft_cpu"),  # test_methods.py has what is different in adder's others
+    "adder_moe_cpu",  # whose every token passes the experts of the engine's choice
     "adder_fp8_cpu",  # which ends with an error if the trainer's logprobs are not the engine's
     *("puzzles_mixture_cpu", "agents_retrieval_cpu"),
 }
@@ -51,6 +53,11 @@ def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ..
     AutoTokenizer.from_pretrained(untrained).save_pretrained(classifier)
     return {
         "adder": (f"model.path={untrained}",),
+        "adder_moe_cpu": (
+            f"model.path={untrained}_qwen3_moe",
+            "rollout.mismatch.own_routes_every_steps=1",
+            "algorithm.skip_groups_without_signal=false",
+        ),
         "adder_ppo_cpu": (f"model.path={untrained}", "algorithm.critic.warmup_steps=1"),
         "puzzles": (f"model.path={untrained}",),
         "puzzles_reward_model_cpu": (f"model.path={untrained}", f"reward.models.taught.path={classifier}"),
@@ -85,3 +92,6 @@ def test_recipes_begin_and_make_steps(
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for file, metrics in zip(files, pool.map(lambda file: run(file, changes, tmp_path, ray), files), strict=True):
             assert {*range(1, STEPS + 1)} <= metrics.keys(), file.stem
+            if file.stem == "adder_moe_cpu":
+                assert {metrics[step]["routes/replayed_share"] for step in range(1, STEPS + 1)} == {1.0}
+                assert main(["report", str(tmp_path / file.stem), "--mismatch"]) == 0
