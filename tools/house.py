@@ -30,7 +30,7 @@ class Limits:
 
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
-    ("weights",): 8_834,
+    ("weights",): 8_810,
     ("megatron",): 4_963,
     ("layout", "batching", "algorithm"): 2_940,
     ("checkpoint", "convert"): 2_412,

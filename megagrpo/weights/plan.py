@@ -8,17 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megagrpo.errors import Problem, WeightPlanError, WeightSyncError
-from megagrpo.weights.boxes import (
-    ITEM_BYTES,
-    Box,
-    Manifest,
-    Place,
-    Placement,
-    Storage,
-    Topology,
-    Transfer,
-    classes_of,
-)
+from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Place, Placement, Storage, Topology, Transfer, classes_of
 from megagrpo.weights.coverage import Located, as_slice, storage_problems, tiling_error
 from megagrpo.weights.planning import Routes, routes_between
 

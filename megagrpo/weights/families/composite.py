@@ -26,9 +26,7 @@ NAMES = (("model.", "language_model.model."), ("lm_head.", "language_model.lm_he
 LOADED = (("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head."))
 
 
-def text_of(
-    **readers: Callable[[Mapping[str, Any]], Architecture],
-) -> Callable[[Mapping[str, Any]], Architecture]:
+def text_of(**readers: Callable[[Mapping[str, Any]], Architecture]) -> Callable[[Mapping[str, Any]], Architecture]:
     """Returns a reader of a composite config.json. `readers` read its text model, by model_type; the first one reads
     text_configs without a model_type."""
 

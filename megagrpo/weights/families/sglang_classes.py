@@ -94,10 +94,7 @@ GEMMA2 = replace(ONE_STAGE, on_cpus=False, gaps=(gaps.OWN_HEAD, gaps.SCALING, ga
 GEMMA3 = replace(ONE_STAGE, embedding="whole", gaps=(gaps.OWN_HEAD, gaps.LOCAL_SCALING))
 OLMO2 = replace(ONE_STAGE, gaps=(gaps.HEAD_DIM,))
 OLMO3 = replace(
-    OLMO2,
-    gaps=(gaps.HEAD_DIM, gaps.MAGNITUDE, gaps.LOCAL_SCALING),
-    keys=gaps.ROPE_THETA,
-    unread=("rope_parameters",),
+    OLMO2, gaps=(gaps.HEAD_DIM, gaps.MAGNITUDE, gaps.LOCAL_SCALING), keys=gaps.ROPE_THETA, unread=("rope_parameters",)
 )
 GLM4 = SglangClass(ties="on one stage", pads=False)
 QWEN3 = SglangClass(attention_groups=True, attentions=())
@@ -119,10 +116,7 @@ QWEN2_MOE = SglangClass(
 QWEN3_MOE = replace(QWEN2_MOE, on_cpus=True, attentions=(), least_experts="tensor / expert")
 GLM4_MOE = replace(QWEN3_MOE, wide_router=True, least_experts="tensor", gaps=())
 GLM4_MOE_LITE = replace(
-    GLM4_MOE,
-    attentions=DEEPSEEK.attentions,
-    gaps=(gaps.QUERY_RANK, gaps.DENSE_BEHIND),
-    keys=gaps.FIRST_DENSE,
+    GLM4_MOE, attentions=DEEPSEEK.attentions, gaps=(gaps.QUERY_RANK, gaps.DENSE_BEHIND), keys=gaps.FIRST_DENSE
 )
 MINIMAX_M2 = SglangClass(
     embedding_on_every_stage=True,

@@ -83,9 +83,7 @@ NO_CLASS = Gap(
     lambda arch: "a family without a class of SGLang, or never compared with it",
 )
 CODE = Gap(
-    "model_type",
-    "one that SGLang can read without the model's own code, which is never run",
-    lambda arch: arch.family,
+    "model_type", "one that SGLang can read without the model's own code, which is never run", lambda arch: arch.family
 )
 NO_ENGINE = replace(CODE, fix="another model: transformers lacks this one too, so no engine samples it")
 TOWER = Gap("vision_config", "a class that SGLang builds without its vision tower", lambda arch: "a vision tower")
@@ -111,11 +109,7 @@ LOCAL_SCALING = Gap(
     "no scaling in layers with windows: SGLang ignores it",
     _of_rope(_scaling, local=True),
 )
-MAGNITUDE = Gap(
-    "attention_factor",
-    "absent, or 1 + 0.1 ln(factor): SGLang reads no other",
-    _of_rope(_own_magnitude),
-)
+MAGNITUDE = Gap("attention_factor", "absent, or 1 + 0.1 ln(factor): SGLang reads no other", _of_rope(_own_magnitude))
 QUARTER = Gap(
     "partial_rotary_factor",
     "0.25, which SGLang takes whatever rope_parameters says",
