@@ -14,6 +14,7 @@ from megagrpo.errors import EngineError, Problem
 
 GAMMA, MIX_1, MIX_2 = (np.uint64(bits) for bits in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 """Constants of SplitMix64 (splitmix64.py)."""
+FIX = "report it with the engine's log; algorithm.routing: own trains without routes"
 PIECES, PIECE = (0, 22, 44), np.uint64(2**22 - 1)
 ROWS_AT_ONCE = 4096
 
@@ -64,14 +65,14 @@ class RouteSizes:
         shape, wanted = routes.experts.shape, (max(tokens - 1, 0), self.layers, self.per_token)
         if shape != wanted:
             needed = f"{wanted[0]} tokens read x {self.layers} layers x {self.per_token} experts"
-            raise EngineError(Problem(where, f"routes of {' x '.join(map(str, shape))}", needed))
+            raise EngineError(Problem(where, f"routes of {' x '.join(map(str, shape))}", needed, FIX))
         ordered = np.sort(routes.experts, axis=-1)
         wrong = (ordered[..., -1] >= self.experts) | (ordered[..., 1:] == ordered[..., :-1]).any(-1)
         if wrong.any():
             token, layer = np.argwhere(wrong)[0].tolist()
             chosen = routes.experts[token, layer].tolist()
             given = f"experts {chosen} of token {token}, in layer {layer} of those with experts"
-            raise EngineError(Problem(where, given, f"{self.per_token} different ones of {self.experts}"))
+            raise EngineError(Problem(where, given, f"{self.per_token} different ones of {self.experts}", FIX))
 
 
 def digest_of(experts: np.ndarray) -> int:

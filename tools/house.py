@@ -44,7 +44,7 @@ BUDGETS = {
     ("agents",): 5_120,
     ("track", "report"): 4_851,
     ("importing",): 2_955,
-    ("commands", "processes", ""): 2_739,
+    ("commands", "processes", ""): 2_740,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
