@@ -152,10 +152,10 @@ def test_a_path_that_no_machine_can_have_is_the_users_error(
     key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = f"/{'x' * 300}{'.py:f' if 'function' in key else ''}"
-    assert main(["plan", str(make_run(tmp_path)), f"{key}={path}", "rollout.top_p=0.5"]) == EXIT_USER_ERROR
+    assert main(["plan", str(make_run(tmp_path)), f"{key}={path}", "rollout.top_k=1"]) == EXIT_USER_ERROR
     said = capsys.readouterr().err
     assert said.count("File name too long") == 1
-    assert all(part in said for part in ("(2 problems)", f"override {key}=", "override rollout.top_p", "fix:"))
+    assert all(part in said for part in ("(2 problems)", f"override {key}=", "override rollout.top_k", "fix:"))
 
 
 def test_every_error_of_the_user_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,9 +122,9 @@ def test_all_mistakes_come_at_once_with_line_and_nearest_name(path: Path) -> Non
 
 
 def test_rules_between_fields_wait_until_every_field_is_right(path: Path) -> None:
-    wheres = [where for where, _ in problems_of(path, "algorithm.entropy_coefficient=-1", "rollout.top_p=0.9")]
+    wheres = [where for where, _ in problems_of(path, "algorithm.entropy_coefficient=-1", "rollout.top_k=1")]
     assert wheres == ["override algorithm.entropy_coefficient=-1"]
-    assert [problem.where for problem in broken_rules(load(path, ["rollout.top_p=0.9"]).recipe)] == ["rollout.top_p"]
+    assert [problem.where for problem in broken_rules(load(path, ["rollout.top_k=1"]).recipe)] == ["rollout.top_k"]
 
 
 @pytest.mark.parametrize(

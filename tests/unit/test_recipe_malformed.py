@@ -204,7 +204,7 @@ def test_problems_of_recipe_model_and_data_come_in_one_error(tmp_path: Path, ref
     recipe = make_run(tmp_path)
     (tmp_path / "train.jsonl").write_text("")
     (tmp_path / "model" / "tokenizer.json").unlink()
-    told = refused(recipe, "rollout.top_k=3", "train.layout.pipeline=3", "reward.functions.0.function=gsm8")
+    told = refused(recipe, "rollout.top_k=1", "train.layout.pipeline=3", "reward.functions.0.function=gsm8")
     assert told.startswith("cannot start (5 problems):")
     places = ("rollout.top_k", "train.layout.pipeline", "no tokenizer", "train.jsonl", "reward.functions.0.function")
     assert [place for place in places if place not in told] == []

@@ -13,7 +13,7 @@ from megagrpo.cluster import engines
 from megagrpo.cluster.engine_answers import Speeds
 from megagrpo.cluster.engines import SPEED_REPORTS, Answers, EngineActor
 from megagrpo.rollout.engine import SoFar
-from megagrpo.types import Sample
+from megagrpo.types import KeptSets, Sample
 
 
 def slow_at(*told: float | None, others: Sequence[float | None] = (40.0, 30.0)) -> list[int]:
@@ -61,7 +61,7 @@ class Telling:
 
     def so_far(self) -> SoFar:
         none, ends = np.empty(0), np.cumsum(list(self.counts.values()), dtype=np.int64)
-        return SoFar(np.array(list(self.counts), np.int64), ends, none, none, none)
+        return SoFar(np.array(list(self.counts), np.int64), ends, none, none, none, KeptSets(none, ends))
 
     def end(self, ticket: int) -> None:
         none = np.zeros(self.counts.pop(ticket))
