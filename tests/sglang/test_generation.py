@@ -151,7 +151,7 @@ def test_a_prompt_that_does_not_fit_is_refused_with_what_the_server_says_and_end
     assert generate(tied_server.engine, []) == []
 
 
-@pytest.mark.parametrize("which", ["split_server", "latent_server"])
+@pytest.mark.parametrize("which", ["split_server", pytest.param("latent_server", marks=pytest.mark.long)])
 def test_routes_are_transformers_own_and_come_whole_after_a_response_was_cut(
     which: str, request: pytest.FixtureRequest
 ) -> None:

@@ -232,6 +232,7 @@ def test_an_external_server_is_not_sampled_from_before_it_has_our_weights(
         assert future.result(WAIT_SECONDS)[0].finish == "abort"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pause", ["retract", "in_place"])
 def test_routes_of_responses_that_an_update_interrupts_are_whole(
     split_server: Served, pool: ThreadPoolExecutor, pause: str
