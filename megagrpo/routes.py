@@ -37,12 +37,19 @@ class Routes:
         """Returns the number of tokens that have a row."""
         return len(self.experts)
 
+    def require_rows(self, where: str, tokens: int) -> None:
+        """Raises EngineError unless there is a row for each of `tokens` that were read, as the digest says."""
+        if self.tokens != tokens:
+            raise EngineError(Problem(where, f"routes of {self.tokens} tokens", f"of the {tokens} that were read", FIX))
+        if digest_of(self.experts) != self.digest:
+            raise EngineError(Problem(where, "routes with another digest", "those that the engine sent", FIX))
+
     def joined(self, later: Routes) -> Routes:
         """Keeps these rows, and adds those of `later`, a pass over the same sequence, for the tokens behind them."""
         return Routes.of(np.concatenate([self.experts, later.experts[self.tokens :]]))
 
     def before(self, tokens: int) -> Routes:
-        """Returns the routes of a sequence that ends after this many tokens."""
+        """Returns the routes of a sequence that ends after this many tokens. Its digest is a new one."""
         return self if tokens - 1 >= self.tokens else Routes.of(self.experts[: max(tokens - 1, 0)])
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from megagrpo.agents.dialects.chat_request import Message
 from megagrpo.errors import EngineError, Problem, brief
-from megagrpo.routes import Routes
+from megagrpo.routes import FIX, Routes
 from megagrpo.track.rollout_files import LEFT_OUT
 from megagrpo.types import AgentRun, Branch, FinishReason, KeptSets, Request, Sample, SamplingParams, Turn
 
@@ -239,7 +239,7 @@ class Rollout:
         if turn.experts is not None and len(turn.experts) != wanted:
             where = f"turn {turn.number} of sample {self.index} of prompt {self.prompt_id}"
             needed = f"of the {wanted} that its request reads first"
-            raise EngineError(Problem(where, f"routes of {len(turn.experts)} tokens", needed))
+            raise EngineError(Problem(where, f"routes of {len(turn.experts)} tokens", needed, FIX))
         return turn.experts
 
     def _rewards(self, given: Any) -> tuple[dict[int, float], str]:

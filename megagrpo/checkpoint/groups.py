@@ -268,8 +268,11 @@ def _checksum(arrays: Arrays) -> str:
 def _kept_arrays(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
     ends = [np.full(len(sample.tokens), -1) if sample.kept is None else sample.kept.ends for sample in samples]
     ids = [sample.kept.ids for sample in samples if sample.kept is not None]
-    joined = {"kept_ids": np.concatenate([[], *ids]), "kept_ends": np.concatenate([[], *ends])}
-    return {name: array.astype(DTYPES[name]) for name, array in joined.items()}
+    joined = {"kept_ids": ids, "kept_ends": ends}
+    return {
+        name: np.concatenate([np.empty(0, DTYPES[name]), *arrays]).astype(DTYPES[name])
+        for name, arrays in joined.items()
+    }
 
 
 def _kept(arrays: Arrays, cuts: np.ndarray) -> Iterator[KeptSets | None]:

@@ -105,6 +105,8 @@ class TrainRank(ModelRank):
 
     def load_batch(self, batch: RankBatch) -> None:
         super().load_batch(batch)
+        if self.routes is not None:
+            self.routes.begin_batch()
         self.passes, self.own_routes = Passes(), None
 
     def compute_old_logprobs(self) -> None:

@@ -130,13 +130,20 @@ class RoutesOnRank:
         """Lets routers choose by themselves inside the block."""
         for replay in self.replays:
             replay.replays = False
-        yield
+        try:
+            yield
+        finally:
+            for replay in self.replays:
+                replay.replays = True
+
+    def begin_batch(self) -> None:
+        """Forgets the passes over the batch before, which no update may have followed."""
         for replay in self.replays:
-            replay.replays = True
+            replay.counts.zero_()
 
     def differences(self, given: int) -> tuple[float, ...]:
         """Returns the share of tokens for which the trainer's router would have chosen other experts, by layer, in the
-        passes since the last call. Collective over all ranks.
+        passes over the batch. Collective over all ranks.
 
         given: tokens of this rank's batch that have routes. Raises RankError if a router was not given those of all of
         them in every pass.
@@ -144,7 +151,6 @@ class RoutesOnRank:
         counts = torch.zeros(self.sizes.layers, 2, dtype=torch.int64)
         for layer, replay in zip(self.layers.tolist(), self.replays, strict=True):
             counts[layer] = replay.counts
-            replay.counts.zero_()
             if given and (not counts[layer, 0] or counts[layer, 0] % given):
                 where, tokens = f"routing replay in layer {layer} of those with experts", int(counts[layer, 0])
                 raise RankError(Problem(where, f"{tokens} tokens", f"all {given} of each pass", REPORT))

@@ -186,8 +186,8 @@ def _sources(records: Sequence[MismatchRecord], settings: Settings) -> Iterator[
         yield f"  older weights: they sampled {share:.1%} of the tokens, at most {max(behind)[0]} versions before"
     if settings.get("algorithm.rollout_logprobs_as_old") is True and settings.get("algorithm.minibatches") != 1:
         yield "  policy: with algorithm.rollout_logprobs_as_old later minibatches follow optimizer steps"
-    if settings.get("algorithm.routing") == "own":
-        yield "  routes: in a mixture of experts the trainer's routers may choose others (algorithm.routing: own)"
+    if any(proof.routed is None for _, proof in proofs):
+        yield "  routes: if the model has experts, the trainer's routers may choose others: none are replayed"
     if settings.get("rollout.quantization"):
         yield SERVED if settings.get("train.quantization") else QUANTIZED
 

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from megagrpo.weights.families.architecture import Architecture
 
 
+CACHES_ELSEWHERE = ("enable_hierarchical_cache", "enable_lmcache")
+"""Arguments of SGLang's that store keys and values outside of its cache on the device."""
+
+
 class EngineKind:
     """A kind of engines. The defaults are those of an engine in the actor's own process that holds the whole model."""
 
@@ -161,7 +165,9 @@ class External(EngineKind):
     returns_sets_of_min_p = False  # its sampler by seeds fails
 
     def returns_routes(self, rollout: RolloutConfig) -> bool:
-        return rollout.layout.pipeline == 1  # SGLang's first stage answers, with 0 for the layers of others
+        # SGLang's first stage answers, with 0 for the layers of others. It keeps routes by slots of its cache, and
+        # does not move them with keys and values that it stores elsewhere.
+        return rollout.layout.pipeline == 1 and not any(self.options(rollout).get(name) for name in CACHES_ELSEWHERE)
 
     def route_bytes(self, arch: Architecture) -> float:
         return 4 / 3 * 4 * len(arch.layers) * arch.experts_per_token  # base64 of int32, of layers without experts too

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from megagrpo.errors import EngineError, Problem
 from megagrpo.recipe.defaults import replays_routes
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.eval import EvalSet
@@ -94,9 +93,8 @@ def after_begun(request: Request, sample: Sample) -> Sample:
     logprobs = np.concatenate([begun.logprobs, sample.logprobs])
     routes = sample.routes if len(sample.tokens) else begun.routes
     if routes is not None and begun.routes is not None:
-        if begun.routes.tokens != (wanted := len(request.read) - 1):
-            where = f"sample {request.index} of prompt {request.prompt_id}, resumed after {len(begun.tokens)} tokens"
-            raise EngineError(Problem(where, f"routes of {begun.routes.tokens} tokens", f"of {wanted}"))
+        where = f"sample {request.index} of prompt {request.prompt_id}, resumed after {len(begun.tokens)} tokens"
+        begun.routes.require_rows(where, len(request.read) - 1)
         routes = begun.routes.joined(routes)
     kept = begun.kept
     if kept is not None or sample.kept is not None:

@@ -188,7 +188,8 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> T
     inputs = advantage_inputs(recipe, sampled.groups)
     rows = trainable_rows(inputs)
     if algorithm.routing == "replay":
-        rows = with_routes(sampled.groups, rows)
+        left_out = rows & ~with_routes(sampled.groups, rows)
+        rows, inputs = rows & ~left_out, replace(inputs, scores=np.where(left_out, np.nan, inputs.scores))
     if algorithm.reads_batch:  # the recipe's rules then refuse to credit turns
         with run.clock.phase("logprobs"):
             batches, zeros = load_batch(run, sampled.groups, rows, step), ragged_zeros(inputs.tokens)
@@ -324,8 +325,8 @@ def group_of_row(groups: Sequence[Group]) -> np.ndarray:
 
 def train_sequences(groups: Sequence[Group], rows: np.ndarray, *, narrowed: bool = False) -> list[TrainSequence]:
     """Returns the chosen rows (bool [rows]) as sequences, each with a response token. An agent's rollout is one
-    sequence for each branch that is trained on. Raises EngineError for kept sets that are not those of their tokens,
-    and with `narrowed`, by rollout.top_p and others, for samples without."""
+    sequence for each branch that is trained on. Raises EngineError for routes and kept sets that are not those of their
+    tokens, and with `narrowed`, by rollout.top_p and others, for samples without."""
     prompts = (np.array(group.prompt.tokens, np.int64) for group in groups)
     samples = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group.samples]
     sequences: list[TrainSequence] = []
@@ -340,6 +341,8 @@ def train_sequences(groups: Sequence[Group], rows: np.ndarray, *, narrowed: bool
             trained = np.flatnonzero(branch.trained)
             if not len(trained):
                 continue
+            if branch.routes is not None:
+                branch.routes.require_rows(where, len(branch.tokens) - 1)
             length = int(trained[-1]) + 1  # no trained token depends on later tokens
             rollout_logprobs = np.zeros(length, np.float32)
             rollout_logprobs[trained] = sample.logprobs[first : first + len(trained)]

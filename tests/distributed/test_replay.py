@@ -163,6 +163,21 @@ def test_metrics_have_differing_routes_by_layer_and_the_mismatch_without_replay(
     assert shares[1] == (0, 0, 0, 0)
 
 
+def update_after_a_step_without_one(rank: TrainRank, batch: RankBatch, advantages: Any) -> Any:
+    """Passes over a batch, as in a critic's warm-up, then another batch with an update."""
+    load_and_pass(rank, batch)
+    return own_and_replayed(rank, batch, advantages)
+
+
+def test_a_step_in_which_the_policy_waits_leaves_no_counts(case_of: CaseOf) -> None:
+    case = with_routes(case_of("qwen3_moe"))
+    two = [
+        the_one(on_ranks(function, recipe_of(ParallelLayout()), case)).route_differences
+        for function in (own_and_replayed, update_after_a_step_without_one)
+    ]
+    assert two[0] == two[1]
+
+
 def refusal(rank: TrainRank, batch: RankBatch, advantages: Any) -> str:
     try:
         rank.load_batch(batch)

@@ -120,9 +120,10 @@ def test_a_server_has_room_for_the_longest_response_of_training_and_evaluation(
         (EXPERTS, "algorithm.routing=own", False, False),
         (EXPERTS, "algorithm.routing=replay", True, False),
         (EXPERTS, "rollout.layout.pipeline=2", False, False),
+        (EXPERTS, "rollout.sglang.enable_hierarchical_cache=true", False, False),
         ({}, "algorithm.routing=auto", False, False),
     ],
-    ids=["experts", "their own", "of evaluations alone", "in stages", "dense"],
+    ids=["experts", "their own", "of evaluations alone", "in stages", "cached elsewhere", "dense"],
 )
 def test_a_server_is_started_to_return_routes_if_they_are_replayed(
     tmp_path: Path, config: dict[str, Any], override: str, keeps_weights: bool, returned: bool
@@ -147,12 +148,13 @@ def test_a_server_of_others_that_returns_no_routes_is_refused_with_both_ways_out
         check_server(info, spec, arch)
 
 
-def routed(experts: np.ndarray, tokens: int = 4) -> Routes | None:
+def routed(experts: np.ndarray | None, tokens: int = 4, finish: str = "length") -> Routes | None:
     """Reads an answer of `tokens` after a prompt of 2; the model has a dense layer and two with 8 experts."""
     layers = ServedRoutes(RouteSizes(2, 2, 8), 3, (1, 2))
     answer = Answer(replace(request((5, 6), SamplingParams(tokens)), index=3), routes=layers)
     meta = {"completion_tokens": tokens, "output_token_logprobs": [[-0.5, 9, None]] * tokens, "weight_version": "4"}
-    meta |= {"finish_reason": {"type": "length"}, "routed_experts": base64.b64encode(experts.tobytes()).decode()}
+    sent = None if experts is None else base64.b64encode(experts.tobytes()).decode()
+    meta |= {"finish_reason": {"type": finish}, "routed_experts": sent}
     answer.add({"output_ids": [9] * tokens, "meta_info": meta})
     return answer.sample(lambda _tokens, _finish: "", "engine 0").routes
 
@@ -161,6 +163,12 @@ def served_routes(tokens: int = 4) -> np.ndarray:
     experts = np.arange(2 * 3 * (tokens + 1), dtype=np.int32).reshape(tokens + 1, 3, 2) % 8
     experts[:, 0] = 0  # SGLang's for a dense layer
     return experts
+
+
+def test_only_an_answer_that_was_aborted_may_lack_routes() -> None:
+    assert routed(None, finish="abort") is None
+    with pytest.raises(EngineError, match="0 experts"):
+        routed(None)
 
 
 def test_routes_of_an_answer_are_those_of_layers_with_experts() -> None:

@@ -62,6 +62,14 @@ def test_joined_routes_keep_the_rows_of_the_pass_that_sampled() -> None:
     assert joined.before(10) is joined
 
 
+def test_rows_and_digest_are_those_that_were_sent() -> None:
+    routes = Routes.of(random_routes(6, 3, 2, 8, 0))
+    routes.require_rows("sample", 6)
+    for wrong, tokens in ((routes, 5), (routes, 7), (Routes(np.roll(routes.experts, 1, 0), routes.digest), 6)):
+        with pytest.raises(EngineError, match="sample"):
+            wrong.require_rows("sample", tokens)
+
+
 @pytest.mark.parametrize(
     ("change", "token"),
     [

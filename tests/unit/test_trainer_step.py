@@ -298,6 +298,9 @@ def test_routes_go_with_the_sequences_and_rows_without_them_are_left_out_by_repl
     assert first.routes is not None
     assert (first.routes.experts == routes.experts).all()
     assert second.routes is None
+    surplus = Routes.of(np.concatenate([routes.experts, routes.experts[-1:]]))
+    with pytest.raises(EngineError, match=f"sample {sample.index} of prompt {group.prompt.id}"):
+        train_sequences([replace(group, samples=(replace(sample, routes=surplus), other))], np.ones(2, bool))
     assert with_routes([routed], np.ones(2, bool)).tolist() == [True, False]
     assert not with_routes([routed], np.zeros(2, bool)).any()
     with pytest.raises(EngineError, match=f"sample {other.index} of prompt {group.prompt.id}"):

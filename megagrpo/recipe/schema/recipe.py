@@ -353,7 +353,8 @@ class Recipe(Section):
             r.algorithm.routing == "replay" and not r.rollout.kind.returns_routes(r.rollout)
         ),
         "own_routes_without_replay": lambda r: (
-            r.algorithm.routing == "own" and r.rollout.mismatch.own_routes_every_steps is not None
+            r.rollout.mismatch.own_routes_every_steps is not None
+            and (r.algorithm.routing == "own" or not r.rollout.kind.returns_routes(r.rollout))
         ),
         "float8_on_cpus": lambda r: r.rollout.multiplies_in_float8 and r.cluster.device == "cpu",
         "float8_on_other_gpus": lambda r: r.rollout.multiplies_in_float8 and r.cluster.gpu not in (None, *FLOAT8_GPUS),

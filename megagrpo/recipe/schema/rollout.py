@@ -237,7 +237,7 @@ class RolloutConfig(Section):
         "top_k_of_kept_sets": lambda r: (
             (most := r.kind.kept_ids_max(r)) is not None
             and (r.top_p != 1 or r.top_k)
-            and not 0 < r.top_k <= most
+            and not 0 < r.top_k < most
             and {"most": most, "advised": most // 2}
         ),
         "min_p_of_another_engine": lambda r: r.min_p and not r.kind.returns_sets_of_min_p,

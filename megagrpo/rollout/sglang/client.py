@@ -22,7 +22,7 @@ import numpy as np
 
 from megagrpo.errors import EngineError, Problem
 from megagrpo.rollout.requests import after_begun
-from megagrpo.routes import Routes, RouteSizes
+from megagrpo.routes import FIX, Routes, RouteSizes
 from megagrpo.types import FinishReason, KeptSets, Request, Sample
 
 CONNECT_ATTEMPTS = 3
@@ -146,13 +146,16 @@ class Answer:
                     needed="a finite logprob for each token, a known end, and a weight version of this run for each",
                 )
             )
+        reported = finish
         # SGLang reports abort even if the last token ends the response: resumed, it would have tokens after its end.
         if finish == "abort" and self.count and self._tokens[-1] in (*stops, *self.request.sampling.stop_tokens):
             finish = "stop"
         elif finish == "abort" and self.count == self.request.tokens_left:
             finish = "length"
-        tokens = len(self.request.read) + self.count
-        routes = None if self._routes is None else self._routes.read(meta.get("routed_experts"), where, tokens)
+        routes, tokens = None, len(self.request.read) + self.count
+        # Of an aborted request SGLang has none.
+        if self._routes is not None and (meta.get("routed_experts") is not None or reported != "abort"):
+            routes = self._routes.read(meta.get("routed_experts") or "", where, tokens)
         sample = self._after_begun(versions, finish, routes)
         return replace(sample, text=text_of(sample.tokens, finish))
 
@@ -175,15 +178,13 @@ class ServedRoutes:
     layers: int
     with_experts: Sequence[int]  # of these, those with experts
 
-    def read(self, answer: str | None, where: str, tokens: int) -> Routes | None:
-        """Returns the routes of a sequence, from int32 [tokens read, layers, experts per token] in base64. None: the
-        answer has none, because the request was aborted. Raises EngineError if they cannot be its routes."""
-        if answer is None:
-            return None
+    def read(self, answer: str, where: str, tokens: int) -> Routes:
+        """Returns the routes of a sequence, from int32 [tokens read, layers, experts per token] in base64. Raises
+        EngineError if they cannot be its routes."""
         values = np.frombuffer(base64.b64decode(answer), np.uint32)
         if len(values) != (tokens - 1) * self.layers * self.sizes.per_token:
             needed = f"{tokens - 1} tokens read x {self.layers} layers x {self.sizes.per_token}"
-            raise EngineError(Problem(where, f"{len(values)} experts in meta_info.routed_experts", needed))
+            raise EngineError(Problem(where, f"{len(values)} experts in meta_info.routed_experts", needed, FIX))
         experts = values.reshape(tokens - 1, self.layers, self.sizes.per_token)[:, self.with_experts]
         routes = Routes.of(experts.clip(max=2**16 - 1))  # a negative one stays none of the layer's
         self.sizes.require(routes, where, tokens)

@@ -13,6 +13,7 @@ import numpy as np
 
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.rollout.engine import Done, Engine, EngineSpec, MemoryTag, SoFar
+from megagrpo.rollout.kinds import CACHES_ELSEWHERE
 from megagrpo.rollout.requests import nothing_sampled
 from megagrpo.rollout.sglang.arguments import OWNED
 from megagrpo.rollout.sglang.client import (
@@ -61,6 +62,9 @@ def check_server(info: Mapping[str, Any], spec: EngineSpec, architecture: Archit
         fix = "start the server with --enable-return-routed-experts, or set algorithm.routing: own"
         needed = "routes of tokens, which the recipe replays"
         raise EngineError(Problem(f"{spec.name}: the server", "enable_return_routed_experts False", needed, fix))
+    if spec.routes is not None and (stores := [name for name in CACHES_ELSEWHERE if info.get(name)]):
+        needed, fix = "a cache on the device alone: routes are not moved with it", "start it without, or routing: own"
+        raise EngineError(Problem(f"{spec.name}: the server", f"{stores[0]} True", needed, fix))
     if "shared_experts" in architecture.recomputes:
         wanted |= {"disable_shared_experts_fusion": True}
     wrong = {argument: info.get(argument) for argument, value in wanted.items() if info.get(argument) != value}
