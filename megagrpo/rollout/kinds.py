@@ -144,6 +144,16 @@ class Transformers(EngineKind):
     def returns_routes(self, rollout: RolloutConfig) -> bool:
         return True
 
+    def model_problems(self, directory: Path) -> Sequence[Problem]:
+        from megagrpo.section import problem
+        from megagrpo.weights.families import FAMILIES, sglang_classes
+        from megagrpo.weights.families.reading import read_json
+
+        path = directory / "config.json"
+        name = str(read_json(path).get("model_type"))
+        lacks = name in FAMILIES and FAMILIES[name].sglang is sglang_classes.NO_ENGINE
+        return [problem("model_that_transformers_lacks", config=path, model_type=name)] if lacks else []
+
     def requests_at_once(self, recipe: Recipe) -> int:
         # The last bits of a product depend on its number of rows.
         return 1 if recipe.deterministic else recipe.rollout.requests_at_once

@@ -7,6 +7,7 @@ import pytest
 
 from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.rollout.kinds import ENGINES
 from megagrpo.weights.families import architecture_of
 from tests.ling_model import CONFIG, make_ling
 from tests.safetensors_files import assert_same_files
@@ -18,6 +19,13 @@ def test_files_come_out_of_ranks_as_they_went_in(tmp_path: Path) -> None:
     for number, layout in enumerate([ParallelLayout(tensor=2, pipeline=2), ParallelLayout(data=2, expert=2)]):
         through_ranks(model, tmp_path / str(number), layout)
         assert_same_files(model, tmp_path / str(number))
+
+
+def test_the_embedded_engine_refuses_it_before_a_run(tmp_path: Path) -> None:
+    ling, glm = make_ling(tmp_path)
+    (problem,) = ENGINES["transformers"].model_problems(ling)
+    assert "no engine" in problem.fix
+    assert not ENGINES["transformers"].model_problems(glm)
 
 
 @pytest.mark.parametrize("model_type", ["bailing_moe", "bailing_moe_v2"])
