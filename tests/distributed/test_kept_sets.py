@@ -23,6 +23,11 @@ from tests.distributed.test_step_logprob import relative, shard_of, shard_rows
 from tests.distributed.test_step_parity import recipe_of, run
 from tests.rank_group import run_ranks
 
+
+def long_one(value):
+    return pytest.param(value, marks=pytest.mark.long)
+
+
 HIDDEN, VOCAB = 16, 131
 
 
@@ -107,7 +112,7 @@ def compare_all(cases):
     return [compare(*case) for case in cases]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [long_one(1), 2, long_one(4)])
 def test_kept_sets_give_the_masked_softmax_and_its_gradients(ranks):
     """All masked, all gathered but those drawn from the whole vocabulary, and some of each."""
     outputs, scales = ("logprob", "logprob and entropy", "entropy", "logprob, frozen"), ((1.0, None), (0.8, 4.0))
@@ -210,7 +215,7 @@ def with_sets(case):
     return replace(case, sequences=[case.sequences[0], *sequences])
 
 
-@pytest.mark.parametrize("name", ["one rank", "tensor", "context, data", "all"])
+@pytest.mark.parametrize("name", [long_one("one rank"), "tensor", long_one("context, data"), long_one("all")])
 def test_a_step_over_kept_sets_is_that_of_plain_torch_in_any_layout(name, case_of):
     family = ROWS[name].family
     case, recipe = with_sets(case_of(family)), recipe_of(family, ROWS[name].layout)

@@ -113,7 +113,7 @@ def broken_pass(rank: TrainRank, seen: dict[str, Parts]) -> None:
     ("name", "dtype"),
     [
         ("tensor, data", "float32"),
-        ("four tensor ranks", "float32"),
+        pytest.param("four tensor ranks", "float32", marks=pytest.mark.long),
         ("expert over tensor", "bfloat16"),
         pytest.param("all", "float32", marks=pytest.mark.long),
         pytest.param("virtual, unequal", "bfloat16", marks=pytest.mark.long),
@@ -169,7 +169,7 @@ def in_torch(case_of: CaseOf, tmp_path_factory: pytest.TempPathFactory) -> Calla
     ("name", "train"),
     [
         pytest.param("one rank", {}, marks=pytest.mark.long),
-        ("four tensor ranks", {}),
+        pytest.param("four tensor ranks", {}, marks=pytest.mark.long),
         ("tensor, data", {"recompute": "full"}),
         pytest.param("expert, data", {}, marks=pytest.mark.long),
         ("expert, data", {"distributed_optimizer": True, "overlap": ["gradients"]}),
