@@ -113,8 +113,8 @@ def gate(file: str) -> None:
     Tracker.log = gated_log
 
 
-def lying_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequence]:
-    sequences = true_sequences(groups, rows)
+def lying_sequences(groups: Sequence[Group], rows: np.ndarray, **options: bool) -> list[TrainSequence]:
+    sequences = true_sequences(groups, rows, **options)
     index = next(i for i, sequence in enumerate(sequences) if sequence.loss_mask.sum() > POSITION)
     logprobs = sequences[index].rollout_logprobs.copy()
     logprobs[sequences[index].loss_mask.argmax() + POSITION] -= LOWER

@@ -40,7 +40,7 @@ ON_SGLANG = (
 )
 """Settings of a recipe that servers read, in few runs: a server takes half a minute to start."""
 SLOW = r"mlflow|reasoning_gym|max_terms|Classifier|tensorboard|seconds|bfloat16|deterministic|profile|AgentConfig\."
-REFUSED = r"enable_thinking|AgentConfig\.(tools|parser)|arguments left out|workers=0|bubblewrap"
+REFUSED = r"enable_thinking|routing=\"replay\"|AgentConfig\.(tools|parser)|arguments left out|workers=0|bubblewrap"
 """For the sake of the template, the data or the machine: the schema allows them."""
 NOT_TOGETHER = re.compile(rf"{SLOW}|{REFUSED}|dynamic_sampling|ground_truth=\[|=[\d.]+$")
 """Choices that no recipe of many has. With dynamic sampling an untrained model may never end a step."""
