@@ -7,6 +7,7 @@ trained on: n tokens have n - 1 rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -95,16 +96,22 @@ def token_digests(experts: np.ndarray, tokens: np.ndarray, layers: np.ndarray) -
     [layers], their places among those with experts. A part is the sum of (expert + 1) w(token) w(layer) w(slot), with
     odd w, modulo 2^64: parts of ranks that hold other tokens or layers add up to the digest of the whole.
     """
-    weights = (_odd(layers, 2)[:, None] * _odd(np.arange(experts.shape[2]), 3)).ravel()
-    # Products of floats in three pieces of the weights: exact below 2^53, and many times as fast as those of integers.
-    pieces = np.stack([(weights >> np.uint64(start)) & PIECE for start in PIECES], 1).astype(np.float64)
+    pieces = _weight_pieces(tuple(layers.tolist()), experts.shape[2])
     sums = np.zeros(len(experts), np.uint64)
     for first in range(0, len(experts), ROWS_AT_ONCE):
         some = experts[first : first + ROWS_AT_ONCE]
-        rows = some.reshape(len(some), len(weights)).astype(np.float64) + 1
+        rows = some.reshape(len(some), len(pieces)).astype(np.float64) + 1
         for start, of_piece in zip(PIECES, (rows @ pieces).T, strict=True):
             sums[first : first + len(rows)] += of_piece.astype(np.uint64) << np.uint64(start)
     return sums * _odd(tokens, 1)
+
+
+@lru_cache
+def _weight_pieces(layers: tuple[int, ...], slots: int) -> np.ndarray:
+    """Returns w(layer) w(slot) in pieces, float64 [layers x slots, pieces]: products of them are exact below 2^53, and
+    many times as fast as those of integers."""
+    weights = (_odd(np.array(layers, np.int64), 2)[:, None] * _odd(np.arange(slots), 3)).ravel()
+    return np.stack([(weights >> np.uint64(start)) & PIECE for start in PIECES], 1).astype(np.float64)
 
 
 def _odd(indices: np.ndarray, axis: int) -> np.ndarray:

@@ -36,7 +36,7 @@ BUDGETS = {
     ("checkpoint", "convert"): 2_415,
     ("rollout",): 3_689,
     ("cluster",): 3_348,
-    ("trainer", "evaluation"): 4_363,
+    ("trainer", "evaluation"): 4_364,
     ("recipe", "preflight", "doctor"): 5_598,
     ("plan",): 5_077,
     ("data",): 2_708,
@@ -44,7 +44,7 @@ BUDGETS = {
     ("agents",): 5_120,
     ("track", "report"): 4_851,
     ("importing",): 2_955,
-    ("commands", "processes", ""): 2_747,
+    ("commands", "processes", ""): 2_754,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.

@@ -254,7 +254,7 @@ def with_routes(groups: Sequence[Group], rows: np.ndarray) -> np.ndarray:
     """Returns the chosen rows (bool [rows]) that have routes. A server sends none for a response that ends as it is
     taken back. Raises EngineError if no chosen row has them."""
     samples = [(group, sample) for group in groups for sample in group.samples]
-    has = np.array([rows[row] and has_routes(group, sample) for row, (group, sample) in enumerate(samples)], bool)
+    has = np.array([rows[row] and has_routes(sample) for row, (_, sample) in enumerate(samples)], bool)
     if rows.any() and not has.any():
         group, sample = samples[int(rows.argmax())]
         where = f"sample {sample.index} of prompt {group.prompt.id}, and all others of the step"
@@ -263,10 +263,11 @@ def with_routes(groups: Sequence[Group], rows: np.ndarray) -> np.ndarray:
     return has
 
 
-def has_routes(group: Group, sample: Sample) -> bool:
+def has_routes(sample: Sample) -> bool:
     """Returns whether all trained tokens of a sample have routes."""
-    branches = branches_of(np.array(group.prompt.tokens), sample)
-    return all(branch.routes is not None or not branch.trained.any() for branch in branches)
+    if sample.agent is None:
+        return sample.routes is not None or not len(sample.tokens)
+    return all(branch.routes is not None or not branch.trained.any() for branch in sample.agent.branches)
 
 
 def advantage_inputs(recipe: Recipe, groups: Sequence[Group]) -> AdvantageInputs:

@@ -190,9 +190,9 @@ def route_metrics(update: StepMetrics, batches: Sequence[RankBatch], groups: Seq
     if (differences := update.route_differences) is None:
         return {}
     sequences = sequences_of(batches)
-    ended = [(group, sample) for group in groups for sample in group.samples if sample.finish != "abort"]
+    ended = [sample for group in groups for sample in group.samples if sample.finish != "abort"]
     metrics = {
-        "routes/missing": float(sum(not has_routes(group, sample) for group, sample in ended)),
+        "routes/missing": float(sum(not has_routes(sample) for sample in ended)),
         "routes/replayed_share": _routed(sequences) / max(count_response_tokens(sequences), 1),
         "routes/differ_share/mean": float(np.mean(differences)),
         "routes/differ_share/max": max(differences),

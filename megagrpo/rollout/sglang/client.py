@@ -153,7 +153,7 @@ class Answer:
         elif finish == "abort" and self.count == self.request.tokens_left:
             finish = "length"
         routes, tokens = None, len(self.request.read) + self.count
-        # Of an aborted request SGLang has none.
+        # SGLang has no routes of an aborted request.
         if self._routes is not None and (meta.get("routed_experts") is not None or reported != "abort"):
             routes = self._routes.read(meta.get("routed_experts") or "", where, tokens)
         sample = self._after_begun(versions, finish, routes)
