@@ -30,8 +30,18 @@ class Routes:
     @classmethod
     def of(cls, experts: np.ndarray) -> Routes:
         """Packs indices of experts, of any integer type, into the fewest bytes, and makes their digest."""
+        return cls.of_each(experts, np.array([len(experts)]))[0]
+
+    @classmethod
+    def of_each(cls, experts: np.ndarray, lengths: np.ndarray) -> list[Routes]:
+        """Does as `of` for several sequences end to end, of which each has as many rows as `lengths` says."""
         packed = np.ascontiguousarray(experts, np.uint8 if experts.max(initial=0) < 2**8 else np.uint16)
-        return cls(packed, digest_of(packed))
+        ends = np.cumsum(lengths)
+        starts, layers = ends - lengths, np.arange(experts.shape[1])
+        parts = token_digests(packed, np.arange(len(packed)) - np.repeat(starts, lengths), layers)
+        sums = np.concatenate([np.zeros(1, np.uint64), parts.cumsum(dtype=np.uint64)])
+        parts_of = zip(starts.tolist(), ends.tolist(), (sums[ends] - sums[starts]).tolist(), strict=True)
+        return [cls(packed[start:end], digest) for start, end, digest in parts_of]
 
     @property
     def tokens(self) -> int:
@@ -39,19 +49,28 @@ class Routes:
         return len(self.experts)
 
     def require_rows(self, where: str, tokens: int) -> None:
-        """Raises EngineError unless there is a row for each of `tokens` that were read, as the digest says."""
+        """Raises EngineError unless there is a row for each of `tokens` that were read."""
         if self.tokens != tokens:
             raise EngineError(Problem(where, f"routes of {self.tokens} tokens", f"of the {tokens} that were read", FIX))
-        if digest_of(self.experts) != self.digest:
-            raise EngineError(Problem(where, "routes with another digest", "those that the engine sent", FIX))
 
-    def joined(self, later: Routes) -> Routes:
-        """Keeps these rows, and adds those of `later`, a pass over the same sequence, for the tokens behind them."""
+    def joined(self, later: Routes, where: str) -> Routes:
+        """Keeps these rows, and adds those of `later`, a pass over the same sequence, for the tokens behind them.
+
+        As their digest is a new one, it raises EngineError if these rows are not as theirs says.
+        """
+        self._require_digest(where)
         return Routes.of(np.concatenate([self.experts, later.experts[self.tokens :]]))
 
-    def before(self, tokens: int) -> Routes:
-        """Returns the routes of a sequence that ends after this many tokens. Its digest is a new one."""
-        return self if tokens - 1 >= self.tokens else Routes.of(self.experts[: max(tokens - 1, 0)])
+    def before(self, tokens: int, where: str) -> Routes:
+        """Returns the routes of a sequence that ends after this many tokens. Raises EngineError as `joined` does."""
+        if tokens - 1 >= self.tokens:
+            return self
+        self._require_digest(where)
+        return Routes.of(self.experts[: max(tokens - 1, 0)])
+
+    def _require_digest(self, where: str) -> None:
+        if digest_of(self.experts) != self.digest:
+            raise EngineError(Problem(where, "routes with another digest", "those that the engine sent", FIX))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +86,19 @@ class RouteSizes:
         """Returns the bytes of a token's row, at most: Routes.of packs a sequence into one byte an expert if it can."""
         return self.layers * self.per_token * (1 if self.experts <= 2**8 else 2)
 
-    def require(self, routes: Routes, where: str, tokens: int) -> None:
-        """Raises EngineError unless a sequence of `tokens` can have these routes: for another number of rows, layers or
-        experts, for an expert that is not there, and for one that a token has twice."""
-        shape, wanted = routes.experts.shape, (max(tokens - 1, 0), self.layers, self.per_token)
+    def require(self, experts: np.ndarray, where: str, tokens: int) -> None:
+        """Raises EngineError unless `tokens` that were read can have these experts, of any integer type: for another
+        number of rows, layers or experts, for an expert that is not there, and for one that a token has twice."""
+        shape, wanted = experts.shape, (tokens, self.layers, self.per_token)
         if shape != wanted:
             needed = f"{wanted[0]} tokens read x {self.layers} layers x {self.per_token} experts"
             raise EngineError(Problem(where, f"routes of {' x '.join(map(str, shape))}", needed, FIX))
-        ordered = np.sort(routes.experts, axis=-1)
-        wrong = (ordered[..., -1] >= self.experts) | (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+        ordered = np.sort(experts, axis=-1)
+        twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+        wrong = twice | (ordered[..., 0] < 0) | (ordered[..., -1] >= self.experts)
         if wrong.any():
             token, layer = np.argwhere(wrong)[0].tolist()
-            chosen = routes.experts[token, layer].tolist()
+            chosen = experts[token, layer].tolist()
             given = f"experts {chosen} of token {token}, in layer {layer} of those with experts"
             raise EngineError(Problem(where, given, f"{self.per_token} different ones of {self.experts}", FIX))
 

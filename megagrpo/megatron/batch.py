@@ -102,14 +102,14 @@ def pack(
 
     # Every token is looked up in the concatenated sequences, padding in the 0 at their end.
     flat_tokens = np.concatenate([*(s.tokens for s in microbatch.sequences), [0]])
-    at = (np.cumsum(lengths) - lengths)[sequence] + position
+    end = len(flat_tokens) - 1
+    at = np.where(position < lengths[sequence], (np.cumsum(lengths) - lengths)[sequence] + position, end)
     longest = -(-int(padded.max()) // LONGEST_MULTIPLE) * LONGEST_MULTIPLE
     if longest == padded.sum():  # Megatron takes a table of as many rows as tokens for one of all sequences end to end
         longest += LONGEST_MULTIPLE
-    real = position < lengths[sequence]
     of_routes, digests = None, np.zeros(0, np.uint64)
     if routes is not None:
-        given = routes.of(microbatch, np.where(real, at, counted.sum()))
+        given = routes.of(microbatch, at)
         digests = routes.digests(given, len(counted), sequence, position)
         of_routes = _tensor(given, device, torch.int16)
     packed = PackedSequences(
@@ -123,25 +123,31 @@ def pack(
         context_rank=context_rank,
         routes=of_routes,
     )
-    responses = (_response_tokens(microbatch, lengths, sequence, position, device),) if has_logits else ()
-    return Packed(_tensor(flat_tokens[np.where(real, at, counted.sum())], device)[None], packed, responses, digests)
+    responses: tuple[ResponseTokens, ...] = ()
+    if has_logits:
+        following = np.where(position + 1 < lengths[sequence], at + 1, end)
+        responses = (_response_tokens(microbatch, flat_tokens, following, sequence, position, device),)
+    return Packed(_tensor(flat_tokens[at], device)[None], packed, responses, digests)
 
 
 def _response_tokens(
-    microbatch: Microbatch, lengths: np.ndarray, sequence: np.ndarray, position: np.ndarray, device: torch.device | str
+    microbatch: Microbatch,
+    flat_tokens: np.ndarray,
+    following: np.ndarray,
+    sequence: np.ndarray,
+    position: np.ndarray,
+    device: torch.device | str,
 ) -> ResponseTokens:
     """Returns the response tokens that the tokens of a context rank predict.
 
-    lengths: of the sequences, int64 [sequences]; sequence, position: of the rank's tokens, int64 [tokens].
+    flat_tokens: of all sequences, and a 0, [tokens of the microbatch + 1]. following, sequence, position: of the rank's
+    tokens, int64 [tokens]: the place of the next token among flat_tokens, that of the 0 if there is none.
     """
-    total = sum(len(s.tokens) for s in microbatch.sequences)
-    at = (np.cumsum(lengths) - lengths)[sequence] + position
-    flat_tokens = np.concatenate([*(s.tokens for s in microbatch.sequences), [0]])
     flat_mask = np.concatenate([*(s.loss_mask for s in microbatch.sequences), [False]]).astype(bool)
     flat_logprobs = np.concatenate([*(s.rollout_logprobs for s in microbatch.sequences), [0.0]])
     flat_index = np.concatenate([*(s.first - 1 + np.cumsum(s.loss_mask) for s in microbatch.sequences), [0]])
-    predicting = np.flatnonzero((position + 1 < lengths[sequence]) & flat_mask[np.minimum(at + 1, total)])
-    token, of = at[predicting] + 1, sequence[predicting]
+    predicting = np.flatnonzero(flat_mask[following])
+    token, of = following[predicting], sequence[predicting]
     counts = torch.tensor([float(s.loss_mask.sum()) for s in microbatch.sequences], device=device)
     return ResponseTokens(
         positions=_tensor(predicting, device),

@@ -63,8 +63,9 @@ class Replay:
             return top, own
         has_route = given[:, :1] != NO_ROUTE
         with torch.no_grad():
-            differs = (own.sort(-1).values != given.sort(-1).values).any(-1, keepdim=True) & has_route
-            self.counts += torch.stack([has_route.sum(), differs.sum()])
+            # Both have each expert once: they are the same if each given one is among the router's own.
+            same = (given[:, :, None] == own[:, None]).any(-1).all(-1, keepdim=True)
+            self.counts += torch.stack([has_route.sum(), (has_route & ~same).sum()])
             chosen = torch.where(has_route, given.long(), own)
         return scores.gather(1, chosen), chosen
 

@@ -18,6 +18,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicL
 from megagrpo.errors import DIVERGED_FIX, EngineError, Problem
 from megagrpo.rollout.read_routes import ReadRoutes
 from megagrpo.rollout.requests import after_begun
+from megagrpo.routes import Routes
 from megagrpo.splitmix64 import GAMMA, mixed, shifted
 from megagrpo.types import FinishReason, KeptSets, Request, Sample, SamplingParams
 
@@ -172,14 +173,15 @@ class Record:
         """Returns the sample so far of each request, without text. Its finish is "abort" until it has ended. Routes are
         there once the batch has `ended`."""
         samples, arrays = [], (self.tokens, self.logprobs, self.versions)
+        routes: Sequence[Routes | None] = [None] * len(self.requests)
+        if ended and self.routes is not None and self.lengths.all():
+            routes = self.routes.of_rows(self.lengths)
         for row, (at, length) in enumerate(zip(self.requests, self.lengths.tolist(), strict=True)):
             finish: FinishReason = "stop" if self.stopped[row] else "length" if length == self.limits[row] else "abort"
             tokens, logprobs, versions = (array[row, :length].copy() for array in arrays)
-            routes, kept = None, None if self.sets is None else KeptSets.of(self.sets[row][:length])
-            if ended and length and self.routes is not None:
-                routes = self.routes.of(row, length, f"sample {at.index} of prompt {at.prompt_id}")
-            sample = Sample(at.prompt_id, at.index, tokens, logprobs, versions, finish, "", routes=routes, kept=kept)
-            samples.append(after_begun(at, sample))
+            kept = None if self.sets is None else KeptSets.of(self.sets[row][:length])
+            of = Sample(at.prompt_id, at.index, tokens, logprobs, versions, finish, "", routes=routes[row], kept=kept)
+            samples.append(after_begun(at, of))
         return samples
 
 

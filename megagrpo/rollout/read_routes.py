@@ -35,12 +35,20 @@ class ReadRoutes:
         """Takes the routes of a step that has read one token of each of these rows."""
         self._steps.append((rows, self._taken(len(rows))[:, 0]))
 
-    def of(self, row: int, tokens: int, where: str) -> Routes:
-        """Returns the routes of a row whose response has `tokens`. Raises EngineError if they cannot be its routes."""
-        slots = [(experts, np.searchsorted(rows, row)) for rows, experts in self._steps[: tokens - 1]]
-        routes = Routes.of(np.concatenate([self._prompts[row], *(experts[at : at + 1] for experts, at in slots)]))
-        self._sizes.require(routes, where, len(self._prompts[row]) + tokens)
-        return routes
+    def of_rows(self, lengths: np.ndarray) -> list[Routes]:
+        """Returns the routes of all rows, whose responses have these lengths, at least 1 each. Raises EngineError if a
+        model cannot have chosen them."""
+        of_prompts = np.array([len(prompt) for prompt in self._prompts])
+        ends = np.cumsum(of_prompts + lengths - 1)  # the last token is not read
+        responses = ends - (lengths - 1)
+        experts = np.empty((ends[-1], *self._prompts[0].shape[1:]), self._kind)
+        for prompt, end in zip(self._prompts, responses.tolist(), strict=True):
+            experts[end - len(prompt) : end] = prompt
+        for step, (rows, chosen) in enumerate(self._steps):
+            recorded = step + 1 < lengths[rows]
+            experts[responses[rows[recorded]] + step] = chosen[recorded]
+        self._sizes.require(experts, "routes of a batch of the embedded engine", len(experts))
+        return Routes.of_each(experts, of_prompts + lengths - 1)
 
     @contextmanager
     def reading(self, model: Any) -> Iterator[None]:

@@ -95,7 +95,7 @@ def after_begun(request: Request, sample: Sample) -> Sample:
     if routes is not None and begun.routes is not None:
         where = f"sample {request.index} of prompt {request.prompt_id}, resumed after {len(begun.tokens)} tokens"
         begun.routes.require_rows(where, len(request.read) - 1)
-        routes = begun.routes.joined(routes)
+        routes = begun.routes.joined(routes, where)
     kept = begun.kept
     if kept is not None or sample.kept is not None:
         kept = KeptSets.joined([(one.kept, len(one.tokens)) for one in (begun, sample)])

@@ -348,7 +348,7 @@ def train_sequences(groups: Sequence[Group], rows: np.ndarray, *, narrowed: bool
             rollout_logprobs = np.zeros(length, np.float32)
             rollout_logprobs[trained] = sample.logprobs[first : first + len(trained)]
             tokens, loss_mask = branch.tokens[:length].astype(np.int64), branch.trained[:length]
-            routes = branch.routes and branch.routes.before(length)
+            routes = branch.routes and branch.routes.before(length, where)
             if sample.kept is not None:
                 kept = sample.kept.part(first, first + len(trained))
             sequences.append(TrainSequence(tokens, loss_mask, rollout_logprobs, row, first, routes, kept))

@@ -70,11 +70,15 @@ def test_only_an_address_that_has_shown_the_secret_reaches_the_store() -> None:
 def test_a_store_listens_on_its_address_alone(host: str) -> None:
     owner = StoreHost(host)
     owner.address.connect(5.0).set("key", "value")
+    own = {open_file.readlink().name for open_file in Path("/proc/self/fd").iterdir() if open_file.is_symlink()}
+    sockets = [
+        line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    # Another process may listen on the same port of another address.
     listening = {
-        line.split()[1].partition(":")[0]
-        for table in ("tcp", "tcp6")
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
-        if int(line.split()[1].partition(":")[2], 16) == owner.address.port and line.split()[3] == "0A"
+        address.partition(":")[0]
+        for _, address, _, state, *_, inode in (line[:10] for line in sockets)
+        if state == "0A" and f"socket:[{inode}]" in own and int(address.partition(":")[2], 16) == owner.address.port
     }
     packed = socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
     words = [packed[at : at + 4][::-1].hex().upper() for at in range(0, len(packed), 4)]

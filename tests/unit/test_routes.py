@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -26,7 +28,7 @@ def test_routes_are_packed_in_the_fewest_bytes_and_keep_their_values(sizes: tupl
     routes = Routes.of(experts)
     assert (routes.experts == experts).all()
     assert routes.experts.itemsize == (1 if experts.max(initial=0) < 256 else 2)
-    RouteSizes(*sizes[1:4]).require(routes, "sample", sizes[0] + 1)
+    RouteSizes(*sizes[1:4]).require(routes.experts, "sample", sizes[0])
 
 
 @given(SIZES, st.integers(0, 12), st.integers(0, 5))
@@ -55,19 +57,26 @@ def test_digests_see_shifts_and_exchanges(sizes: tuple[int, int, int, int, int],
 
 def test_joined_routes_keep_the_rows_of_the_pass_that_sampled() -> None:
     first, later = random_routes(4, 3, 2, 8, 0), random_routes(9, 3, 2, 8, 1)
-    joined = Routes.of(first).joined(Routes.of(later))
+    joined = Routes.of(first).joined(Routes.of(later), "sample")
     assert (joined.experts == np.concatenate([first, later[4:]])).all()
     assert joined.digest == digest_of(joined.experts)
-    assert (joined.before(6).experts == joined.experts[:5]).all()
-    assert joined.before(10) is joined
+    assert (joined.before(6, "sample").experts == joined.experts[:5]).all()
+    assert joined.before(10, "sample") is joined
 
 
-def test_rows_and_digest_are_those_that_were_sent() -> None:
+def test_rows_are_counted_and_none_is_cut_or_joined_that_was_not_sent() -> None:
     routes = Routes.of(random_routes(6, 3, 2, 8, 0))
     routes.require_rows("sample", 6)
-    for wrong, tokens in ((routes, 5), (routes, 7), (Routes(np.roll(routes.experts, 1, 0), routes.digest), 6)):
+    changed = Routes(np.roll(routes.experts, 1, 0), routes.digest)
+    faults: list[Callable[[], object]] = [
+        lambda: routes.require_rows("sample", 5),
+        lambda: routes.require_rows("sample", 7),
+        lambda: changed.before(6, "sample"),
+        lambda: changed.joined(routes, "sample"),
+    ]
+    for fault in faults:
         with pytest.raises(EngineError, match="sample"):
-            wrong.require_rows("sample", tokens)
+            fault()
 
 
 @pytest.mark.parametrize(
@@ -82,8 +91,8 @@ def test_rows_and_digest_are_those_that_were_sent() -> None:
     ids=["one missing", "one too many", "a layer missing", "repeated expert", "expert that is not there"],
 )
 def test_faults_of_routes_are_errors_that_name_the_place(change: object, token: str | None) -> None:
-    routes = Routes.of(change(random_routes(6, 3, 2, 8, 0)))  # type: ignore[operator]
+    experts = change(random_routes(6, 3, 2, 8, 0))  # type: ignore[operator]
     with pytest.raises(EngineError) as caught:
-        RouteSizes(3, 2, 8).require(routes, "sample 3 of prompt p", 7)
+        RouteSizes(3, 2, 8).require(experts, "sample 3 of prompt p", 6)
     assert "sample 3 of prompt p" in str(caught.value)
     assert token is None or token in str(caught.value)

@@ -181,14 +181,13 @@ class ServedRoutes:
     def read(self, answer: str, where: str, tokens: int) -> Routes:
         """Returns the routes of a sequence, from int32 [tokens read, layers, experts per token] in base64. Raises
         EngineError if they cannot be its routes."""
-        values = np.frombuffer(base64.b64decode(answer), np.uint32)
+        values = np.frombuffer(base64.b64decode(answer), np.int32)
         if len(values) != (tokens - 1) * self.layers * self.sizes.per_token:
             needed = f"{tokens - 1} tokens read x {self.layers} layers x {self.sizes.per_token}"
             raise EngineError(Problem(where, f"{len(values)} experts in meta_info.routed_experts", needed, FIX))
         experts = values.reshape(tokens - 1, self.layers, self.sizes.per_token)[:, self.with_experts]
-        routes = Routes.of(experts.clip(max=2**16 - 1))  # a negative one stays none of the layer's
-        self.sizes.require(routes, where, tokens)
-        return routes
+        self.sizes.require(experts, where, tokens - 1)
+        return Routes.of(experts)
 
 
 def _versions(spans: Sequence[Mapping[str, Any]], count: int) -> np.ndarray | None:
