@@ -195,6 +195,9 @@ def test_routes_that_are_not_those_sent_are_refused(case_of: CaseOf) -> None:
     }
     row = max(case.sequences, key=lambda sequence: len(sequence.tokens)).row
     for change in changed.values():
-        sequences = [replace(one, routes=change(one.routes)) if one.row == row else one for one in case.sequences]
+        sequences = [
+            replace(one, routes=change(one.routes), name=f"sample {row}") if one.row == row else one
+            for one in case.sequences
+        ]
         found = on_ranks(refusal, recipe_of(LAYOUTS["expert, tensor"]), replace(case, sequences=sequences))
-        assert all(str(row) in said for said in found)
+        assert all(f"sample {row}" in said for said in found)

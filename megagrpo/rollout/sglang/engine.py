@@ -176,6 +176,8 @@ class SglangEngine(Engine):
             answer: Sample | MegagrpoError = await self._generate_one(ticket, request, end)
         except MegagrpoError as error:
             answer = error
+        except (LookupError, TypeError, ValueError) as error:
+            answer = EngineError(self._failure("POST /generate", f"an answer of another form: {error!r}"))
         finally:
             timer.cancel()
             del self._ends[ticket]
