@@ -43,14 +43,14 @@ BUDGETS = {
     ("reward",): 7_663,
     ("agents",): 5_120,
     ("track", "report"): 4_851,
-    ("importing",): 2_955,
+    ("importing",): 2_957,
     ("commands", "processes", ""): 2_788,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=341),
-    "tests": Limits(lines=56_760, lines_of_file=600, files=None),
+    "tests": Limits(lines=56_773, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (15, 6), "A metric's walk": (5, 3)}

@@ -41,7 +41,7 @@ LAYOUTS = {
     "virtual, data": ParallelLayout(pipeline=2, virtual_pipeline=2, data=2, expert=2),
     "four experts": ParallelLayout(data=4, expert=4),
 }
-IN_SUITE = ("tensor, virtual", "context, tensor")
+IN_SUITE = (("qwen3_moe", "tensor, virtual"), ("qwen3_moe", "context, tensor"), ("deepseek_v3", "virtual, data"))
 
 
 def with_routes(case: Case, without: tuple[int, ...] = (3,)) -> Case:
@@ -116,7 +116,7 @@ def test_tokens_pass_the_experts_of_their_routes_however_layers_are_recomputed(c
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        pytest.param(family, layout, marks=[] if name in IN_SUITE and family == "qwen3_moe" else pytest.mark.long)
+        pytest.param(family, layout, marks=[] if (family, name) in IN_SUITE else pytest.mark.long)
         for family in ("qwen3_moe", "deepseek_v3")
         for name, layout in LAYOUTS.items()
         if not (family == "deepseek_v3" and name == "unequal")
