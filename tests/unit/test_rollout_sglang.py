@@ -34,8 +34,8 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding
 
 @contextmanager
 def breaking(asked: list[dict[str, Any]], lacks: str = "") -> Iterator[str]:
-    """The address of a server that sends tokens up to 7, at most three at a time, and breaks the connection. Its answers
-    lack a key."""
+    """The address of a server that sends tokens up to 7, at most three at a time, and breaks the connection. Its
+    answers lack a key."""
 
     def serve() -> None:
         while True:
