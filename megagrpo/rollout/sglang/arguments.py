@@ -42,6 +42,7 @@ PROGRAM = Program(
     Path(__file__).with_name("launch.py"),
     generates=("/health", None),
     shared_memory=("sgl_", "sglang_", "sem.mp-"),
+    noise=("server_args=",),
     later_ports=range(233, 240),  # of groups of attention data parallelism
 )
 WATCHDOG_SECONDS = 300.0  # SGLang's own default

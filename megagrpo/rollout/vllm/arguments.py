@@ -24,6 +24,7 @@ PROGRAM = Program(
     Path(__file__).with_name("launch.py"),
     generates=(GENERATE, {"token_ids": [0], "sampling_params": {"max_tokens": 1, "detokenize": False}}),
     shared_memory=("psm_", "sem.mp-", "torch_"),
+    noise=("leaked", "nanobind", "skipped remainder", "Route: ", "non-default args", "Dumping ", "[shutdown]"),
 )
 ENVIRONMENT_HERE = Path(".venv-vllm/bin/python")
 CPU_BLOCK_TOKENS = 128
