@@ -34,10 +34,10 @@ BUDGETS = {
     ("megatron",): 4_989,
     ("layout", "batching", "algorithm"): 2_941,
     ("checkpoint", "convert"): 2_415,
-    ("rollout",): 3_704,
+    ("rollout",): 4_626,
     ("cluster",): 3_348,
     ("trainer", "evaluation"): 4_364,
-    ("recipe", "preflight", "doctor"): 5_598,
+    ("recipe", "preflight", "doctor"): 5_622,
     ("plan",): 5_077,
     ("data",): 2_708,
     ("reward",): 7_663,
@@ -49,8 +49,8 @@ BUDGETS = {
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=341),
-    "tests": Limits(lines=56_773, lines_of_file=600, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=353),
+    "tests": Limits(lines=56_775, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (15, 6), "A metric's walk": (5, 3)}
