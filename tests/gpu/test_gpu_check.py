@@ -63,7 +63,7 @@ def test_experts_are_checked_with_the_kernels_that_recipes_ask_for() -> None:
     recipes = [yaml.safe_load(path.read_text()) for path in (REPOSITORY / "yaml_recipes").glob("*.yaml")]
     options = [recipe["train"].get("megatron", {}) for recipe in recipes]
     asked = {name: value for of in options for name, value in of.items() if name.startswith("moe_")}
-    assert training.FUSED_EXPERTS == {name: value for name, value in asked.items() if name.endswith("_fusion")}
+    assert {name: value for name, value in asked.items() if name.endswith("_fusion")} == training.FUSED_EXPERTS
 
 
 def test_a_missing_ray_is_the_last_checks_concern_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
