@@ -111,6 +111,8 @@ AlertName = Literal[
     "truncated",
     "no_signal",
     "mismatch",
+    "routes_differ",
+    "routes_missing",
     "staleness",
     "overfitting",
     "reward_errors",
