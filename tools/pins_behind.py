@@ -31,7 +31,7 @@ def read_pins(path: Path) -> dict[str, str]:
 def environment_of(path: Path) -> dict[str, Any]:
     """Returns what requirements/tested.yaml says of the environment that a file belongs to."""
     environments = yaml.safe_load((REQUIREMENTS / "tested.yaml").read_text(encoding="utf-8"))
-    return environments["gpu" if path.stem == "gpu" else "cpu"]
+    return environments.get(path.stem, environments["cpu"])
 
 
 def newest(name: str, version: str, python: str) -> str | None:

