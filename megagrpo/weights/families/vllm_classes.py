@@ -11,6 +11,7 @@ from dataclasses import replace
 from megagrpo.weights.families import sglang_gaps as gaps
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.families.parts.attention import Attention
+from megagrpo.weights.families.parts.latent_attention import NORM_EPSILON
 from megagrpo.weights.families.sglang_classes import SglangClass
 from megagrpo.weights.families.sglang_gaps import Gap
 
@@ -28,6 +29,12 @@ TEMPERATURE = Gap(
     _temperature,
     OTHER_ENGINES,
 )
+EPSILON = Gap(
+    "rms_norm_eps",
+    f"{NORM_EPSILON:g}: vLLM's norms of latents have this epsilon too, those of transformers always 1e-06",
+    lambda arch: arch.norm_epsilon if arch.norm_epsilon != NORM_EPSILON else None,
+    OTHER_ENGINES,
+)
 OWN_HEAD = replace(gaps.OWN_HEAD, needed="true: vLLM loads no other head here", fix=OTHER_ENGINES)
 
 RENAMED = (
@@ -39,17 +46,11 @@ RENAMED = (
 USUAL = SglangClass(pads=False, renamed=RENAMED)
 TRANSFORMERS = replace(USUAL, stages=False)
 """vLLM's wrapper of transformers' model, for families without a class of their own."""
-OF_ALL_EXPERTS = (
-    (".mlp.gate.", ".mlp.experts.gate."),
-    (".mlp.shared_experts.", ".mlp.experts._shared_experts._layer.shared_experts."),
-)
-DEEPSEEK = replace(USUAL, keys=gaps.DEEPSEEKS_ROUTER)
-MIXTURE = replace(USUAL, ties="never")
+DEEPSEEK = replace(USUAL, gaps=(EPSILON,), keys=gaps.DEEPSEEKS_ROUTER)
 
 CLASSES: dict[str, SglangClass] = {
     "arcee": TRANSFORMERS,
     "deepseek_v3": DEEPSEEK,
-    "dots1": replace(TRANSFORMERS, renamed=RENAMED + OF_ALL_EXPERTS),
     "ernie4_5": USUAL,
     "exaone4": USUAL,
     "gemma2": replace(USUAL, gaps=(OWN_HEAD,)),
@@ -86,8 +87,10 @@ _ROUTER = "routers whose bias it ignores on CPUs; it was not compared on GPUs"
 REFUSED = {
     "bailing_moe": _CODE,
     "bailing_moe_v2": _CODE,
+    "dots1": "routers whose bias it rounds to the model's dtype",
     "ernie4_5_moe": _ROUTER,
     "gemma3": _TOWER,
+    "glm4_moe_lite": "latents with a plain rotary embedding, wrong on CPUs; it was not compared on GPUs",
     "mimo": _CODE,
     "minimax_m2": _ROUTER,
     "mistral3": _TOWER,
