@@ -41,7 +41,8 @@ class InProcess:
             )
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         print(json.dumps({"path": path, **body}), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         if not answer or "error" in (found := json.loads(answer)):

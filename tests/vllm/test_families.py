@@ -17,12 +17,15 @@ from megagrpo.weights.families import FAMILIES, read_architecture
 from megagrpo.weights.families.vllm_classes import CLASSES, REFUSED
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import vllm
+from megagrpo.weights.transport.buckets import bucket_problems
 from megagrpo.weights.transport.choice import Channel, TransportName, open_sender
 from megagrpo.weights.transport.disk import DiskFiles
+from megagrpo.weights.transport.ends import BucketSender
 from megagrpo.weights.transport.rendezvous import RendezvousHost
 from megagrpo.weights.transport.vllm import WORKER_EXTENSION, VllmWeights
 from tests.rollout_engines import model_directory
-from tests.tiny_models import TINY_FAMILIES, reference_logits
+from tests.tiny_models import LONG_ROPE, TINY_FAMILIES, reference_logits
+from tests.unit.test_weights_transport import Corrupting
 from tests.vllm.in_process import SETTINGS, InProcess
 from tests.vllm.servers import python
 from tests.weight_streams import loaded, manifests, sync, unlike_sent
@@ -30,8 +33,10 @@ from tests.weight_streams import loaded, manifests, sync, unlike_sent
 TOLERANCE = 2e-6
 PROMPTS = [[5, 6, 9, 11], [7, 3, 8]]
 TOKENS = 24
+BUCKET_BYTES = 20_000
 SMALL = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
 """Heads of 32 columns, which vLLM's kernel on CPUs has, in families without a head_dim."""
+FACTORS = [1 + index / 10 for index in range(8)]
 LATENT = {
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6,
     "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
@@ -40,7 +45,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v3", "kimi_k2"), LATENT),
     "gemma2": {"head_dim": 32, "tie_word_embeddings": True},
     "ministral3": {"head_dim": 32, "max_position_embeddings": 16},
-    "phi3_long": {"head_dim": 32, "original_max_position_embeddings": 32},
+    "phi3_long": {
+        **SMALL,
+        "rope_parameters": {**LONG_ROPE, "short_factor": FACTORS, "long_factor": [2 * factor for factor in FACTORS]},
+    },
     **dict.fromkeys(("granite", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_tied", "qwen2_moe", "smollm3"), SMALL),
 }
 """Changes of families' tiny configs; of others: heads of 32."""
@@ -79,7 +87,7 @@ class Updates:
         self.plan = make_plan(self.held, [vllm.manifest(arch, sizes, rank, "float32", "cpu") for rank in range(tensor)])
         self.weights = VllmWeights(engine.post, "engine 0", self.plan.destinations)
         self.host, self.ranks = RendezvousHost("127.0.0.1", 200.0), range(tensor)
-        channel = Channel(transport, self.host.rendezvous, 20_000)
+        channel = Channel(transport, self.host.rendezvous, BUCKET_BYTES)
         self.weights.connect(self.plan, self.ranks, channel)
         files = DiskFiles(directory.parent / "versions", directory, "float32")
         self.senders: list[Any] = [open_sender(channel, self.plan, source, files) for source in range(layout.ranks)]
@@ -94,6 +102,11 @@ class Updates:
         for sender in self.senders:
             sender.close()
         self.weights.close()
+
+
+def start(engine: InProcess, directory: Path, tensor: int) -> None:
+    arguments = {"model": str(directory), "max_model_len": 32, "tensor_parallel_size": tensor}
+    engine.post("/start", {"arguments": {**SETTINGS, **arguments, "worker_extension_cls": WORKER_EXTENSION}})
 
 
 def difference(engine: InProcess, directory: Path) -> float:
@@ -111,8 +124,7 @@ def follows(engine: InProcess, family: str, tensor: int, layout: ParallelLayout,
     """The differences with the model's own weights, and after each of three updates."""
     changes = CHANGES.get(family, {"head_dim": 32})
     directories = [model_directory(family, root / f"weights {seed}", seed=seed, **changes) for seed in range(4)]
-    arguments = {"model": str(directories[0]), "max_model_len": 64, "tensor_parallel_size": tensor}
-    engine.post("/start", {"arguments": {**SETTINGS, **arguments, "worker_extension_cls": WORKER_EXTENSION}})
+    start(engine, directories[0], tensor)
     differences = []
     for version, directory, transport in zip(range(4), directories, cycle(TRANSPORTS), strict=False):
         updates = Updates(engine, directories[0], tensor, layout, transport)
@@ -134,6 +146,25 @@ def test_logprobs_are_those_of_transformers_after_every_update(
 @pytest.mark.parametrize("family", ["qwen2_tied", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_logprobs_of_two_ranks_are_those_of_transformers(two_ranks: InProcess, family: str, tmp_path: Path) -> None:
     assert max(follows(two_ranks, family, 2, ParallelLayout(tensor=2), tmp_path)) < TOLERANCE
+
+
+@pytest.mark.long
+def test_a_wrong_byte_in_a_shard_is_named(two_ranks: InProcess, tmp_path: Path) -> None:
+    directory = model_directory("qwen3", tmp_path / "model", head_dim=32)
+    start(two_ranks, directory, 2)
+    updates = Updates(two_ranks, directory, 2, ParallelLayout(tensor=2), TransportName.SHARED_MEMORY)
+    rendezvous, tensors = updates.host.rendezvous, loaded(directory, updates.held)
+    updates.senders[1] = BucketSender(updates.plan, 1, rendezvous, BUCKET_BYTES, Corrupting(rendezvous.run, nth=2))
+    assert not sync(updates.host, 1, updates.ranks, updates.senders, tensors, [updates.weights])
+    (wrong,) = unlike_sent(updates.plan, tensors, updates.weights.digests())
+    tensor, _, holder = wrong.where.removesuffix(" after the sync").partition(" on ")
+    sent: dict[str, int] = {}
+    for sender, held in zip(updates.senders, tensors, strict=True):
+        sent |= sender.bucket_digests(held, tensor, frozenset(updates.ranks))
+    arrived = updates.weights.bucket_digests(tensor, updates.ranks)
+    (found,) = [problem for of_rank in arrived for problem in bucket_problems(tensor, sent, of_rank["arrived"])]
+    assert f"from train rank 1 to {holder}" in found.where
+    updates.close()
 
 
 def test_every_family_is_compared_or_refused_with_a_reason() -> None:

@@ -1,10 +1,10 @@
 """The manifest of one rank of a vLLM engine, under vLLM's own parameter names (0.32.0).
 
-Read from vllm/model_executor/models and vllm/model_executor/layers, and compared with running engines (tests/vllm). vLLM
-names and cuts parameters as SGLang does on GPUs (sides/sglang.py), so parts of layers describe themselves to the same
-LayerOnEngine; families/vllm_classes.py has the differences. A vocabulary is padded to a multiple of 64, which the
-tensor ranks must divide. Nothing else is padded, also on CPUs: there rollout/vllm/cpu_layers.py keeps parameters as
-they are loaded. Experts and their biases are one parameter each, in the model's dtype.
+Compared with running engines on CPUs (tests/vllm). vLLM names and cuts parameters as SGLang does on GPUs
+(sides/sglang.py), so parts of layers describe themselves to the same LayerOnEngine; families/vllm_classes.py has the
+differences. A vocabulary is padded to a multiple of 64, which the tensor ranks must divide. Nothing else is padded, not
+on CPUs either: there rollout/vllm/cpu_layers.py keeps parameters as they are loaded. Biases of experts have the model's
+dtype.
 
 Latent attention: vLLM derives W_UK_T and W_UV from kv_b_proj. The weight loader makes them anew
 (transport/vllm.py), so they are not described here.
