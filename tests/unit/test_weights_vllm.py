@@ -52,7 +52,7 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
         ("deepseek_v3", LATENT, {"device": "cpu"}, []),
         ("deepseek_v3", LATENT | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, {"device": "cpu"},
          ["a plain rotary embedding"]),
-        ("deepseek_v3", {"rms_norm_eps": 1e-5}, {}, ["rms_norm_eps: 1e-05"]),
+        ("gpt_oss", {"tie_word_embeddings": True}, {}, ["gpt_oss over tensor = 1: tied embeddings"]),
         ("gemma2", {}, {}, ["tie_word_embeddings: a head of its own"]),
         ("gemma2", {"tie_word_embeddings": True}, {}, []),
         ("ministral3", {}, {}, ["llama_4_scaling_beta: 16"]),

@@ -24,7 +24,7 @@ from megagrpo.weights.transport.ends import BucketSender
 from megagrpo.weights.transport.rendezvous import RendezvousHost
 from megagrpo.weights.transport.vllm import WORKER_EXTENSION, VllmWeights
 from tests.rollout_engines import model_directory
-from tests.tiny_models import LONG_ROPE, TINY_FAMILIES, reference_logits
+from tests.tiny_models import LONG_ROPE, TINY_FAMILIES, YARN_ROPE, reference_logits
 from tests.unit.test_weights_transport import Corrupting
 from tests.vllm.in_process import SETTINGS, InProcess
 from tests.vllm.servers import python
@@ -44,12 +44,13 @@ LATENT = {
 CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v3", "kimi_k2"), LATENT),
     "gemma2": {"head_dim": 32, "tie_word_embeddings": True},
-    "ministral3": {"head_dim": 32, "max_position_embeddings": 16},
+    "ministral3": {"head_dim": 32, "rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": 256}},
+    "olmo3": SMALL | {"hidden_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1},
     "phi3_long": {
         **SMALL,
         "rope_parameters": {**LONG_ROPE, "short_factor": FACTORS, "long_factor": [2 * factor for factor in FACTORS]},
     },
-    **dict.fromkeys(("granite", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_tied", "qwen2_moe", "smollm3"), SMALL),
+    **dict.fromkeys(("granite", "olmo2", "phi3", "qwen2", "qwen2_tied", "qwen2_moe", "smollm3"), SMALL),
 }
 """Changes of families' tiny configs; of others: heads of 32."""
 VARIANTS = ("qwen2_tied", "mistral_window", "phi3_long", "qwen3_moe_mixed")

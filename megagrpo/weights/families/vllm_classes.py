@@ -11,7 +11,6 @@ from dataclasses import replace
 from megagrpo.weights.families import sglang_gaps as gaps
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.families.parts.attention import Attention
-from megagrpo.weights.families.parts.latent_attention import NORM_EPSILON
 from megagrpo.weights.families.sglang_classes import SglangClass
 from megagrpo.weights.families.sglang_gaps import Gap
 
@@ -29,12 +28,6 @@ TEMPERATURE = Gap(
     _temperature,
     OTHER_ENGINES,
 )
-EPSILON = Gap(
-    "rms_norm_eps",
-    f"{NORM_EPSILON:g}: vLLM's norms of latents have this epsilon too, those of transformers always 1e-06",
-    lambda arch: arch.norm_epsilon if arch.norm_epsilon != NORM_EPSILON else None,
-    OTHER_ENGINES,
-)
 OWN_HEAD = replace(gaps.OWN_HEAD, needed="true: vLLM loads no other head here", fix=OTHER_ENGINES)
 
 RENAMED = (
@@ -46,7 +39,7 @@ RENAMED = (
 USUAL = SglangClass(pads=False, renamed=RENAMED)
 TRANSFORMERS = replace(USUAL, stages=False)
 """vLLM's wrapper of transformers' model, for families without a class of their own."""
-DEEPSEEK = replace(USUAL, gaps=(EPSILON,), keys=gaps.DEEPSEEKS_ROUTER)
+DEEPSEEK = replace(USUAL, ties="never", keys=gaps.DEEPSEEKS_ROUTER)
 
 CLASSES: dict[str, SglangClass] = {
     "arcee": TRANSFORMERS,
@@ -56,9 +49,10 @@ CLASSES: dict[str, SglangClass] = {
     "gemma2": replace(USUAL, gaps=(OWN_HEAD,)),
     "gemma3_text": USUAL,
     "glm4": USUAL,
-    "glm4_moe": replace(USUAL, wide_router=True),
+    "glm4_moe": replace(USUAL, ties="never", wide_router=True),
     "gpt_oss": replace(
         USUAL,
+        ties="never",
         alternates=True,
         renamed=(*RENAMED, ("model.embed_tokens.", "model.embedding."), (".self_attn.", ".attn.")),
     ),

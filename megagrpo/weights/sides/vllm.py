@@ -100,6 +100,8 @@ def split_problems(
     padded = -(-arch.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     if padded % layout.tensor:
         problems.append(Problem(where, f"{padded} rows of the padded vocabulary", f"a multiple of {layout.tensor}"))
+    if arch.tied_embeddings and of_class.ties == "never":
+        problems.append(Problem(where, "tied embeddings", "a head of its own: vLLM's class has no head for them"))
     parts = dict.fromkeys(part for kind in arch.kinds for part in (kind.attention, kind.mlp))
     return problems + [Problem(where, *unmet) for part in parts for unmet in part.unmet_on_sglang(layout, "cuda")]
 
