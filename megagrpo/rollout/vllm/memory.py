@@ -69,4 +69,4 @@ def rank_parameters(arch: Architecture, layout: EngineLayoutConfig, device: str)
 def _working_bytes(arch: Architecture, layout: EngineLayoutConfig, step: int, requests: int, element: int) -> int:
     """Returns the bytes of the larger of a step's layer and twice its logits in float32."""
     widest = max(part.engine_columns(layout) for kind in arch.kinds for part in (kind.attention, kind.mlp))
-    return max(step * (4 * arch.hidden + widest) * element, 2 * 4 * requests * arch.vocab)
+    return int(max(step * (4 * arch.hidden + widest) * element, 2 * 4 * requests * arch.vocab))
