@@ -47,17 +47,16 @@ class FakeServer:
         self.fails = fails
 
     def post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        assert "weight_version" not in body
+        assert path == "/weights_checker"
+        ranks = [{name: checksum(tensor) for name, tensor in own.items()} for own in self.parameters]
+        return {"ranks": [{"checksums": checksums} for checksums in ranks]}
+
+    def load(self, directory: Path) -> None:
         if self.fails:
             raise EngineError(Problem("engine 0", "the connection broke"))
-        if path == "/weights_checker":
-            ranks = [{name: checksum(tensor) for name, tensor in own.items()} for own in self.parameters]
-            return {"ranks": [{"checksums": checksums} for checksums in ranks]}
-        assert path == "/update_weights_from_disk"
         self.loaded = {}
-        for file in Path(body["model_path"]).glob("*.safetensors"):
+        for file in directory.glob("*.safetensors"):
             self.loaded |= load_file(file)
-        return {"success": True}
 
     def holds(self, case: Case, checkpoint: Tensors) -> bool:
         dtype = getattr(torch, case.dtype)
@@ -79,7 +78,7 @@ class Sync:
 
     def receiver(self, engine: int) -> DiskReceiver:
         ranks = range(engine * self.case.tensor, (engine + 1) * self.case.tensor)
-        return DiskReceiver(ranks, self.host.rendezvous, self.servers[engine].post, f"engine {engine}")
+        return DiskReceiver(ranks, self.host.rendezvous, self.servers[engine].load, f"engine {engine}")
 
     def run(self, version: int, checkpoint: Tensors, engines: list[int] | None = None) -> list[MegagrpoError]:
         """The errors of all ends."""

@@ -46,6 +46,7 @@ def keep_experts(cpu_moe: Any) -> None:
 
 def compute_experts(
     kernel: Any,
+    *,
     output: torch.Tensor,
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
@@ -53,16 +54,14 @@ def compute_experts(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     activation: Any,
-    global_num_experts: int,
     expert_map: torch.Tensor | None,
-    *unused: Any,
-    apply_router_weight_on_input: bool = False,
-    **unused_too: Any,
+    apply_router_weight_on_input: bool,
+    **others: Any,
 ) -> None:
     """Writes the weighted sum of each token's experts to `output` [tokens, hidden], in the place of vLLM's kernel.
 
-    w1 [experts, 2 x ffn, hidden] has all rows of gate before those of up, w2 is [experts, hidden, ffn]. `expert_map`
-    gives the index here of each expert, -1 for one that another rank has. Products are added in float32.
+    w1 is [experts, 2 x ffn, hidden], w2 [experts, hidden, ffn]. `expert_map` gives the index here of each expert, -1
+    for one that another rank has. Products are added in float32.
     """
     import torch
     from torch.nn.functional import linear
@@ -73,10 +72,9 @@ def compute_experts(
         if here < 0:
             continue
         token, choice = (topk_ids == expert).nonzero(as_tuple=True)
-        inner = linear(hidden_states[token], w1[here], None if kernel.w1_bias is None else kernel.w1_bias[here])
-        own = linear(
-            activated(inner, activation.value), w2[here], None if kernel.w2_bias is None else kernel.w2_bias[here]
-        )
+        first, second = (None if bias is None else bias[here] for bias in (kernel.w1_bias, kernel.w2_bias))
+        inner = activated(linear(hidden_states[token], w1[here], first), activation.value)
+        own = linear(inner, w2[here], second)
         factor = 1.0 if apply_router_weight_on_input else topk_weights[token, choice, None].float()
         total.index_add_(0, token, own.float() * factor)
     output.copy_(total)

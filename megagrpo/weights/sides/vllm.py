@@ -1,10 +1,10 @@
 """The manifest of one rank of a vLLM engine, under vLLM's own parameter names (0.32.0).
 
-Read from vllm/model_executor/models and vllm/model_executor/layers, and compared with running engines (tests/vllm). vLLM
-names and cuts parameters as SGLang does on GPUs (sides/sglang.py), so parts of layers describe themselves to the same
-LayerOnEngine; families/vllm_classes.py has the differences. A vocabulary is padded to a multiple of 64, which the
-tensor ranks must divide. Nothing else is padded, also on CPUs: there rollout/vllm/cpu_layers.py keeps parameters as
-they are loaded. Experts and their biases are one parameter each, in the model's dtype.
+Compared with running engines on CPUs (tests/vllm). vLLM names and cuts parameters as SGLang does on GPUs
+(sides/sglang.py), so parts of layers describe themselves to the same LayerOnEngine; families/vllm_classes.py has the
+differences. A vocabulary is padded to a multiple of 64, which the tensor ranks must divide. Nothing else is padded, not
+on CPUs either: there rollout/vllm/cpu_layers.py keeps parameters as they are loaded. Biases of experts have the model's
+dtype.
 
 Latent attention: vLLM derives W_UK_T and W_UV from kv_b_proj. The weight loader makes them anew
 (transport/vllm.py), so they are not described here.
@@ -18,10 +18,9 @@ from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import renamed
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.families.parts.delta_net import DeltaNet
 from megagrpo.weights.families.parts.latent_attention import LatentAttention
 from megagrpo.weights.families.sglang_classes import SglangClass
-from megagrpo.weights.families.vllm_classes import CLASSES, OTHER_ENGINES
+from megagrpo.weights.families.vllm_classes import CLASSES, OTHER_ENGINES, REFUSED
 from megagrpo.weights.sides.assembly import ManifestBuilder, tensors_by_role
 from megagrpo.weights.sides.sglang import VOCABULARY_MULTIPLE, EngineSizes, LayerOnEngine
 
@@ -77,14 +76,12 @@ def split_problems(
     """Returns the reasons why an engine of these sizes cannot hold the model."""
     on_vllm = f"{arch.family} on vLLM"
     if arch.family not in CLASSES:
-        return [
-            Problem(on_vllm, "a family that was not compared with it", f"one of {', '.join(CLASSES)}", OTHER_ENGINES)
-        ]
+        return [Problem(on_vllm, REFUSED[arch.family], f"one of {', '.join(CLASSES)}", OTHER_ENGINES)]
     of_class = CLASSES[arch.family]
     given = ((gap, gap.given(arch)) for gap in of_class.gaps)
     if gaps := [(gap, value) for gap, value in given if value is not None]:
         return [Problem(f"{on_vllm}: {gap.key}", str(value), gap.needed, gap.fix) for gap, value in gaps]
-    if device == "cpu" and (problems := _cpu_problems(arch, of_class)):
+    if device == "cpu" and (problems := _cpu_problems(arch)):
         return problems
     if arch.value_head:
         return [Problem(on_vllm, "a value head", "a model with logits")]
@@ -104,26 +101,23 @@ def split_problems(
     if padded % layout.tensor:
         problems.append(Problem(where, f"{padded} rows of the padded vocabulary", f"a multiple of {layout.tensor}"))
     if arch.tied_embeddings and of_class.ties == "never":
-        problems.append(Problem(where, "tied embeddings", "a head of its own: vLLM's class does not tie them"))
+        problems.append(Problem(where, "tied embeddings", "a head of its own: vLLM's class has no head for them"))
     parts = dict.fromkeys(part for kind in arch.kinds for part in (kind.attention, kind.mlp))
     return problems + [Problem(where, *unmet) for part in parts for unmet in part.unmet_on_sglang(layout, "cuda")]
 
 
-def _cpu_problems(arch: Architecture, of_class: SglangClass) -> list[Problem]:
-    """Returns what vLLM's kernels for CPUs lack of the model."""
-    where = f"{arch.family} on vLLM on CPUs"
-    if not of_class.on_cpus:
-        return [Problem(where, "its routers", "GPUs: vLLM's router for CPUs ignores their bias", OTHER_ENGINES)]
-    problems = []
+def _cpu_problems(arch: Architecture) -> list[Problem]:
+    """Returns the sizes of heads that vLLM's kernels for CPUs lack."""
+    where, problems = f"{arch.family} on vLLM on CPUs", []
     for attention in dict.fromkeys(kind.attention for kind in arch.kinds):
-        if isinstance(attention, DeltaNet):
-            needed = "a GPU: on CPUs its kernels pack their convolutions"
-            problems.append(Problem(where, "a gated delta net", needed, OTHER_ENGINES))
-        elif isinstance(attention, LatentAttention):
+        if isinstance(attention, LatentAttention):
             if (attention.key_value_rank, attention.rotary_dim) != CPU_LATENTS:
                 sizes = f"{attention.key_value_rank} and {attention.rotary_dim}"
-                needed = "512 and 64, which its kernel has"
-                problems.append(Problem(f"{where}: kv_lora_rank, qk_rope_head_dim", sizes, needed, OTHER_ENGINES))
+                at = f"{where}: kv_lora_rank and qk_rope_head_dim"
+                problems.append(Problem(at, sizes, "512 and 64, which its kernel has", OTHER_ENGINES))
+            if attention.rope.yarn is None:
+                given, needed = "latents with a plain rotary embedding", "yarn: its kernel rotates others wrongly"
+                problems.append(Problem(where, given, needed, OTHER_ENGINES))
         elif attention.head_dim not in CPU_HEADS:
             needed = f"one of {', '.join(map(str, CPU_HEADS))}"
             problems.append(Problem(f"{where}: head_dim", str(attention.head_dim), needed, OTHER_ENGINES))

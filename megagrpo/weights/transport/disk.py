@@ -136,8 +136,8 @@ class DiskSender:
 
 
 class DiskReceiver:
-    """The end of an engine, beside its server. Its ranks are these destinations of the plan. `load` makes the server load
-    a directory, and raises EngineError if it refuses. `loaded` is the directory that the server has loaded."""
+    """The end of an engine, beside its server. Its ranks are these destinations of the plan. `load` makes the server
+    load a directory; it raises EngineError if the server refuses. `loaded` is the last one."""
 
     def __init__(
         self, destinations: Sequence[int], rendezvous: Rendezvous, load: Callable[[Path], None], name: str

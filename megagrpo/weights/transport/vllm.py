@@ -4,9 +4,8 @@ Servers are started with `--worker-extension-cls` WORKER_EXTENSION. Then POST /c
 calls METHOD in every worker, with a command for each rank, and returns each rank's answer. vLLM does nothing else
 meanwhile; the server must be paused before weights come, since some requests may wait half-done.
 
-Parameters keep their memory and their layout. On CPUs vLLM would pack them (rollout/vllm/cpu_layers.py); on GPUs only
-some kernels for experts do, and these are refused. Exchanges by CUDA IPC and NCCL are the same code as on CPUs, and were
-not run.
+Parameters keep their memory and their layout. On CPUs vLLM would pack them (rollout/vllm/cpu_layers.py). On GPUs only
+some kernels for experts do, and these are refused. GPUs, so CUDA IPC and NCCL, were not run: they take the same code.
 """
 
 from __future__ import annotations
@@ -98,14 +97,13 @@ class VllmWeights:
         body = {"method": METHOD, "kwargs": {"commands": json.dumps(commands)}}
         results = self._post("/collective_rpc", body).get("results")
         try:
-            answers = pydantic.TypeAdapter(list[pydantic.Json[Answer]]).validate_python(results, strict=True)
+            answers: list[Any] = pydantic.TypeAdapter(list[pydantic.Json[Answer]]).validate_python(results, strict=True)
         except pydantic.ValidationError as error:
             needed = "the answers of megagrpo's extension: the same megagrpo in the server as here"
             raise EngineError(Problem(f"{self._name}: {action}", brief(results), needed)) from error
         if len(answers) != len(commands):
-            raise EngineError(
-                Problem(f"{self._name}: {action}", f"{len(answers)} ranks", f"{len(commands)}, as planned")
-            )
+            given, needed = f"{len(answers)} ranks", f"{len(commands)}, as planned"
+            raise EngineError(Problem(f"{self._name}: {action}", given, needed))
         if problems := [Problem(*problem) for answer in answers for problem in answer.get("problems", ())]:
             raise WeightSyncError(problems)
         return [answer["value"] for answer in answers]
