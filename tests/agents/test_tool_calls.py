@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from megagrpo.agents.chat import TOOL
-from megagrpo.agents.tool_calls import BUILT_IN, Calls, Parser, llama3_calls, parse_answer, parser_of, style_of
+from megagrpo.agents.tool_calls import BUILT_IN, SHOWN, Calls, Parser, llama3_calls, parse_answer, parser_of, style_of
 from megagrpo.errors import RecipeError
 from tests.agents.families import FAMILIES, chat_of
 
@@ -42,9 +42,11 @@ def test_auto_is_what_the_chat_template_writes() -> None:
     assert {name: style_of(chat_of(name)) for name in FAMILIES} == {
         "chatml": "hermes", "thinking": "hermes", "llama": "llama3", "glm": "glm45", "mistral": "mistral", "zephyr": "",
         "function": "qwen3_coder", "python": "olmo3", "glm47": "glm47", "invoke": "minimax-m2", "kimi": "kimi_k2",
-        "channels": "gpt-oss",
+        "channels": "gpt-oss", "pythonic": "pythonic", "compact": "mistral", "deepseek": "deepseekv3",
+        "deepseek31": "deepseekv31", "silent": "",
     }  # fmt: skip
     assert parser_of("auto", chat_of("zephyr")) is None
+    assert {name for name, _ in SHOWN} == set(BUILT_IN)
 
 
 @pytest.mark.long  # to import SGLang takes seconds

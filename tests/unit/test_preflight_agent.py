@@ -159,6 +159,21 @@ def test_parsers_are_known_or_found_in_the_template(tmp_path: Path) -> None:
     assert "hermes" in wrong.problems[0].needed
 
 
+@pytest.mark.parametrize("plan_only", [False, True])
+def test_tools_are_refused_if_no_parser_reads_what_the_template_writes(
+    plan_only: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    for family in ("mistral", "deepseek", "pythonic"):
+        assert asked(tmp_path, family=family, plan_only=plan_only, tools=["python"]).problems == []
+    silent = asked(tmp_path, family="silent", plan_only=plan_only, tools=["python"])
+    assert (fields(silent), silent.unchecked) == (["agent.parser"], [])
+    assert "hermes" in silent.problems[0].needed
+    assert asked(tmp_path, family="silent", plan_only=plan_only, tools=["python"], parser="hermes").problems == []
+    named = asked(tmp_path, family="silent", plan_only=plan_only, tools=["python"], parser="gemma4")
+    assert (fields(named), len(named.unchecked)) == (([], 1) if plan_only else (["agent.parser"], 0))
+
+
 def test_a_plan_tells_what_the_template_does() -> None:
     plain, thinking = (chat_of(name).facts for name in ("chatml", "thinking"))
     assert "tool and user messages may follow" in template_described(plain, "template")
