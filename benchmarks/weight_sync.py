@@ -35,9 +35,9 @@ from megagrpo.errors import Problem, WeightSyncError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
 from megagrpo.rollout.engine import ServerSpec
-from megagrpo.rollout.sglang.arguments import server_arguments, server_environment
+from megagrpo.rollout.server import Server
+from megagrpo.rollout.sglang.arguments import PROGRAM, server_arguments, server_environment
 from megagrpo.rollout.sglang.client import Endpoint, SglangClient
-from megagrpo.rollout.sglang.server import Server
 from megagrpo.weights.boxes import ITEM_BYTES, Place, Storage, Topology
 from megagrpo.weights.digest import digest_problems, expected_digests
 from megagrpo.weights.families import architecture_of, read_architecture, tensors_of
@@ -182,7 +182,9 @@ class Engine:
         )
         environment = server_environment(kind, tensor, spec.threads) | devices.environment
         with ExitStack() as unready:
-            self._server = Server(server_arguments(spec), name=spec.name, log=spec.log, environment=environment)
+            self._server = Server(
+                PROGRAM, server_arguments(spec), name=spec.name, log=spec.log, environment=environment
+            )
             unready.callback(self._server.close)
             self._server.wait_until_ready(START_SECONDS)
             unready.pop_all()

@@ -252,4 +252,19 @@ class Sglang(External):
         return start_server(spec)
 
 
-ENGINES: dict[str, EngineKind] = {"transformers": Transformers(), "sglang": Sglang(), "external": External()}
+class Vllm(EngineKind):
+    """vLLM servers that the run starts and ends, in an environment of their own."""
+
+    streams = splits = starts_without_weights = True
+    settings = "vllm"
+
+    def options(self, rollout: RolloutConfig) -> Mapping[str, Any]:
+        return rollout.vllm.model_extra or {}
+
+
+ENGINES: dict[str, EngineKind] = {
+    "transformers": Transformers(),
+    "sglang": Sglang(),
+    "external": External(),
+    "vllm": Vllm(),
+}

@@ -19,8 +19,8 @@ import pytest
 from examples.demo.model import make_tokenizer
 from megagrpo.errors import EXIT_STOPPED
 from megagrpo.recipe.schema import EngineLayoutConfig
+from megagrpo.rollout.server import Server
 from megagrpo.rollout.sglang.client import Answer, generate_body
-from megagrpo.rollout.sglang.server import Server
 from megagrpo.trainer.batches import read_batch
 from megagrpo.types import SamplingParams
 from tests.loop import small_run, test_agents

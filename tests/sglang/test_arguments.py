@@ -18,7 +18,6 @@ from megagrpo.rollout.engine import EngineNode
 from megagrpo.rollout.sglang import arguments, launch
 from megagrpo.rollout.sglang.arguments import server_arguments, sglang_problems
 from megagrpo.rollout.sglang.check_arguments import declared_names
-from megagrpo.rollout.sglang.server import LATER_PORTS
 from megagrpo.weights.families import read_architecture
 from tests.sglang.servers import server_spec
 
@@ -47,7 +46,7 @@ def test_every_port_that_sglang_takes_after_a_given_one_is_looked_at() -> None:
     )
     fixed = {0, *(1 + int(port) for port in ("0", *re.findall(r"_port = port_base \+ (\d)$", text, re.MULTILINE)))}
     assert fixed == set(range(7))  # dist_init_port, port_base and the five after it
-    assert {after_zmq + port for port in fixed} == set(LATER_PORTS)
+    assert {after_zmq + port for port in fixed} == set(arguments.PROGRAM.later_ports)
     assert {handshake, *fixed} - {0} <= set(EngineNode.LATER_PORTS)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megagrpo.reward.scorer import Scorer
+from megagrpo.rollout.server import Server
 from megagrpo.rollout.sglang.arguments import start_server
-from megagrpo.rollout.sglang.server import Server
 from tests.judge_server import asking
 from tests.reward_models import make_judge
 from tests.sglang.servers import START_SECONDS, server_spec

@@ -17,9 +17,8 @@ import pytest
 from megagrpo import cli
 from megagrpo.errors import EngineError
 from megagrpo.recipe.schema import EngineLayoutConfig
-from megagrpo.rollout.sglang import server as server_module
-from megagrpo.rollout.sglang.engine import AS_STARTED, check_server
-from megagrpo.rollout.sglang.server import (
+from megagrpo.rollout import server as server_module
+from megagrpo.rollout.server import (
     SHARED_MEMORY,
     Server,
     members,
@@ -27,6 +26,8 @@ from megagrpo.rollout.sglang.server import (
     remove_leftovers,
     shared_files,
 )
+from megagrpo.rollout.sglang.arguments import PROGRAM
+from megagrpo.rollout.sglang.engine import AS_STARTED, check_server
 from megagrpo.types import SamplingParams
 from megagrpo.weights.families import read_architecture
 from tests.loop.small_run import wait_until
@@ -112,7 +113,7 @@ def test_a_server_answers_on_loopback_alone_and_only_with_its_key_which_others_c
 def test_a_server_has_its_load_in_its_own_directory_and_nothing_in_shared_memory(tied_server: Served) -> None:
     """Shared memory would stay if the server and its owner were killed at once; the directory does not."""
     assert list(Path(tied_server.server._directory).glob("sglang_loads_*"))
-    assert not shared_files(members(tied_server.server._process.pid))
+    assert not shared_files(members(tied_server.server._process.pid), PROGRAM.shared_memory)
 
 
 @pytest.mark.long
@@ -136,7 +137,7 @@ time.sleep(600)
             assert running, (tmp_path / "log").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        files = shared_files(running)
+        files = shared_files(running, PROGRAM.shared_memory)
         os.kill(int(group), signal.SIGSTOP)  # the launcher, which ends the others
     finally:
         owner.kill()
@@ -158,7 +159,7 @@ def test_the_next_server_removes_what_a_server_killed_with_its_owner_left(tmp_pa
 
     def start_next() -> None:
         with pytest.raises(EngineError):
-            Server({}, name="engine 0", log=log, python=str(tmp_path / "python"))
+            Server(PROGRAM, {}, name="engine 0", log=log, python=str(tmp_path / "python"))
 
     try:
         start_next()
@@ -189,7 +190,7 @@ def test_a_server_that_does_not_start_is_named_and_quoted(
     python = tmp_path / "python"  # in place of SGLang, whose import takes ten seconds
     python.write_text(f"#!/bin/sh\n{program}\n")
     python.chmod(0o755)
-    server = Server({}, name="engine 0", log=tmp_path / "engine.log", python=str(python))
+    server = Server(PROGRAM, {}, name="engine 0", log=tmp_path / "engine.log", python=str(python))
     try:
         with pytest.raises(EngineError, match=words):
             server.wait_until_ready(seconds)
@@ -224,7 +225,7 @@ def test_a_server_ends_in_seconds_when_one_of_its_processes_is_killed_or_stopped
         (tmp_path / "sglang" / name).write_text(code)
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
     settings = {"device": "cuda", "model_path": str(tmp_path)}  # what SGLang lacks on CPUs is not added
-    server = Server(settings, name="engine 0", log=tmp_path / "log", environment={"PYTHONPATH": str(tmp_path)})
+    server = Server(PROGRAM, settings, name="engine 0", log=tmp_path / "log", environment={"PYTHONPATH": str(tmp_path)})
     try:
         wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "", "its process", 60)
         with pytest.raises(EngineError, match="not ready"):
@@ -240,7 +241,7 @@ def test_a_server_ends_in_seconds_when_one_of_its_processes_is_killed_or_stopped
 def test_an_interpreter_that_does_not_exist_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(EngineError, match=r"rollout\.sglang\.python"):
-        Server({}, name="engine 0", log=tmp_path / "log", python=str(tmp_path / "python"))
+        Server(PROGRAM, {}, name="engine 0", log=tmp_path / "log", python=str(tmp_path / "python"))
     assert not list(tmp_path.glob("sglang-*"))
 
 
@@ -287,7 +288,7 @@ def test_a_server_that_is_killed_is_named_with_its_log_and_nothing_of_it_stays(c
     group = server._process.pid
     processes = members(group)
     assert len(processes) > 2
-    assert not shared_files(processes), "the file with its load lies in its own directory"
+    assert not shared_files(processes, PROGRAM.shared_memory), "the file with its load lies in its own directory"
     scheduler = next(process for process in processes if "scheduler" in Path(f"/proc/{process}/cmdline").read_text())
     os.kill(scheduler, signal.SIGKILL)
     with pytest.raises(EngineError) as caught:
@@ -307,9 +308,9 @@ def test_a_note_of_leftovers_removes_nothing_but_a_servers_own(tmp_path: Path) -
     mine.mkdir()
     file.touch()
     note_leftovers(note, 2**22 + 1, str(mine), [file])
-    remove_leftovers(note)
+    remove_leftovers(note, PROGRAM)
     assert mine.is_dir()
     assert file.exists()
     for wrong in (b"[]", b'{"host": 1}', b"\xff", b"[" * 100_000):
         note.write_bytes(wrong)
-        remove_leftovers(note)
+        remove_leftovers(note, PROGRAM)

@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from megagrpo.recipe.schema.run import Pause
+from megagrpo.rollout.server import members
 from megagrpo.rollout.sglang import client
 from megagrpo.rollout.sglang.client import TOKENS_PER_PART
-from megagrpo.rollout.sglang.server import members
 from megagrpo.types import Sample, SamplingParams
 from tests.rollout_engines import generate, request, routes_of
 from tests.sglang.servers import AT_ONCE, ENDLESS, ENDLESS_PROMPT, WAIT_SECONDS, Served, difference

@@ -22,8 +22,8 @@ import torch
 
 from megagrpo.errors import WeightSyncError
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.rollout.server import members
 from megagrpo.rollout.sglang.engine import SglangEngine
-from megagrpo.rollout.sglang.server import members
 from megagrpo.types import Request, Sample, SamplingParams
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.transport import LOAD_FORMAT

@@ -19,7 +19,7 @@ from megagrpo.cluster.engines import make_engine
 from megagrpo.errors import EngineError, Problem
 from megagrpo.recipe.schema import SglangConfig
 from megagrpo.rollout.engine import Engine, EngineSpec
-from megagrpo.rollout.sglang import server
+from megagrpo.rollout.sglang import arguments
 from megagrpo.rollout.sglang.arguments import cpu_cache_tokens, server_arguments, sglang_problems
 from megagrpo.rollout.sglang.client import Answer, Endpoint, RequestGate, ServedRoutes, SglangClient
 from megagrpo.rollout.sglang.engine import AS_STARTED, SglangEngine, check_server
@@ -105,7 +105,7 @@ def test_a_server_has_room_for_the_longest_response_of_training_and_evaluation(
         started.append(arguments)
         raise EngineError(Problem("no server"))
 
-    monkeypatch.setattr(server, "Server", start)
+    monkeypatch.setattr(arguments, "Server", start)
     recipe = recipe_with("rollout.engine=sglang", f"eval.sets={sets}")
     with pytest.raises(EngineError, match="no server"):
         make_engine(EngineSpec(recipe, 0, str(make_model(tmp_path / "model")), "model", "cpu"))

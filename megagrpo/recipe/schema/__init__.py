@@ -19,7 +19,13 @@ from megagrpo.recipe.schema.reward import (
     RewardConfig,
     RewardFunctionConfig,
 )
-from megagrpo.recipe.schema.rollout import DynamicSamplingConfig, EngineLayoutConfig, MismatchConfig, SglangConfig
+from megagrpo.recipe.schema.rollout import (
+    DynamicSamplingConfig,
+    EngineLayoutConfig,
+    MismatchConfig,
+    SglangConfig,
+    VllmConfig,
+)
 from megagrpo.recipe.schema.sft import ConversationFileConfig, SftRecipe
 from megagrpo.recipe.schema.train import LayoutConfig, LoraConfig, TrainConfig
 
@@ -32,5 +38,5 @@ __all__ = [
     "DynamicSamplingConfig", "EarlyStoppingConfig", "EngineLayoutConfig", "EntryConfig", "GenerativeConfig",
     "LayoutConfig", "LoraConfig",
     "MismatchConfig", "OptimizerConfig", "OverlongConfig", "PolicyLossConfig", "Recipe",
-    "RewardConfig", "RewardFunctionConfig", "SftRecipe", "SglangConfig", "TrainConfig",
+    "RewardConfig", "RewardFunctionConfig", "SftRecipe", "SglangConfig", "TrainConfig", "VllmConfig",
 ]  # fmt: skip

@@ -69,6 +69,21 @@ class SglangConfig(BaseModel):
         return ENGINES["sglang"]
 
 
+class VllmConfig(BaseModel):
+    """vLLM servers. Every key but `python` is an argument of `vllm serve`, with underscores."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, use_attribute_docstrings=True)
+
+    python: str | None = None
+    """Interpreter of an environment that has vLLM. The default is .venv-vllm/bin/python in the working directory if it
+    exists, else the one that runs megagrpo."""
+
+    @property
+    def engine_kind(self) -> EngineKind:
+        """Returns the kind of engines that has these servers."""
+        return ENGINES["vllm"]
+
+
 class MismatchConfig(Section):
     """Comparison of the trainer's logprobs of the sampled tokens with the engines': figures to report, action to take.
 
@@ -134,8 +149,8 @@ class RolloutConfig(Section):
     """The generation of responses for training."""
 
     engine: EngineName = "transformers"
-    """Engine that generates. transformers: embedded, for CPUs and tests. sglang: servers that the run starts and ends.
-    external: SGLang servers that run already, at `urls`."""
+    """Engine that generates. transformers: embedded, for CPUs and tests. sglang, vllm: servers that the run starts and
+    ends. external: SGLang servers that run already, at `urls`."""
 
     engines: Count = 1
     """Number of engines; requests are spread over them. With external, the number of `urls`."""
@@ -145,6 +160,9 @@ class RolloutConfig(Section):
 
     sglang: SglangConfig = SglangConfig()
     """The SGLang servers that the run starts: an interpreter, and any server argument."""
+
+    vllm: VllmConfig = VllmConfig()
+    """The vLLM servers that the run starts: an interpreter, and any server argument."""
 
     urls: list[str] = []
     """Servers of an external engine, such as http://host:30000, one for each engine."""

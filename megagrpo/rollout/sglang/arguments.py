@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megagrpo.errors import Problem, brief
 from megagrpo.recipe.defaults import cpu_cache_tokens
 from megagrpo.recipe.schema import SglangConfig
+from megagrpo.rollout.server import Program, Server
 from megagrpo.rollout.sglang.launch import DEVICE_VARIABLE, MEETING_SCHEME, MEETING_VARIABLE
 from megagrpo.section import problem
 from megagrpo.weights.blocks import BLOCK
@@ -25,8 +26,14 @@ from megagrpo.weights.transport import LOAD_FORMAT
 
 if TYPE_CHECKING:
     from megagrpo.rollout.engine import EngineNode, ServerSpec
-    from megagrpo.rollout.sglang.server import Server
 
+PROGRAM = Program(
+    "sglang",
+    Path(__file__).with_name("launch.py"),
+    generates=("/health", None),
+    shared_memory=("sgl_", "sglang_", "sem.mp-"),
+    later_ports=range(233, 240),  # of groups of attention data parallelism
+)
 CHECK = Path(__file__).with_name("check_arguments.py")
 CHECK_SECONDS = 300.0  # it imports part of SGLang, in an environment that may lie on a slow file system
 WATCHDOG_SECONDS = 300.0  # SGLang's own default
@@ -237,14 +244,13 @@ def cache_variables() -> dict[str, str]:
 
 def start_server(spec: ServerSpec) -> Server:
     """Starts a server, or its process on one of several nodes. Raises EngineError."""
-    from megagrpo.rollout.sglang.server import Server
-
     arguments = server_arguments(spec)
     environment = server_environment(spec.device, spec.layout.ranks, spec.threads, spec.index)
     if spec.node is not None:
         of_node, variables = node_settings(spec.node)
         arguments, environment = arguments | of_node, environment | variables
-    return Server(arguments, name=spec.name, log=spec.log, python=spec.settings.python, environment=environment)
+    more = {"log": spec.log, "python": spec.settings.python, "environment": environment}
+    return Server(PROGRAM, arguments, name=spec.name, **more)
 
 
 def server_environment(device: str, ranks: int, threads: int, engine: int = 0) -> dict[str, str]:

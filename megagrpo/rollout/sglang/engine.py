@@ -15,6 +15,7 @@ from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.rollout.engine import Done, Engine, EngineSpec, MemoryTag, SoFar
 from megagrpo.rollout.kinds import CACHES_ELSEWHERE
 from megagrpo.rollout.requests import nothing_sampled
+from megagrpo.rollout.server import Server
 from megagrpo.rollout.sglang.arguments import OWNED
 from megagrpo.rollout.sglang.client import (
     Answer,
@@ -25,7 +26,6 @@ from megagrpo.rollout.sglang.client import (
     SglangClient,
     generate_body,
 )
-from megagrpo.rollout.sglang.server import Server
 from megagrpo.tokenizer import end_tokens, load_tokenizer, response_texts
 from megagrpo.types import FinishReason, Request, Sample
 from megagrpo.weights.boxes import Manifest

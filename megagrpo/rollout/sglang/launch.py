@@ -1,6 +1,6 @@
 """Runs one SGLang server. Started by server.py, with an interpreter that may be of another environment.
 
-    python launch.py < settings         settings: JSON, {"owner": pid, "directory": ..., "arguments": {...}}
+    python launch.py < settings         settings: JSON, {"owner": pid, "directory": ..., "arguments": {...}, ...}
 
 The arguments, the API key among them, come on standard input so that `ps` does not show them. On GPUs SGLang spawns its
 processes, and each runs this module's top level again: code that every process needs is called there. On CPUs they are
@@ -27,20 +27,13 @@ from __future__ import annotations
 
 import gc
 import importlib
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import json
 import multiprocessing
 import os
 import re
-import shutil
-import signal
-import socket
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -56,34 +49,16 @@ DEVICE_VARIABLE = "MEGAGRPO_SGLANG_DEVICE"
 MEETING_VARIABLE = "MEGAGRPO_SGLANG_MEETING"
 """The store in which the ranks of a server on several nodes meet: a StoreAddress as JSON. Not set on one node."""
 MEETING_SCHEME = "megagrpo"
-OWNER_CHECK_SECONDS = 0.5
 PACKAGE = Path(__file__).resolve().parents[2]
 
 
-class Finder(importlib.abc.MetaPathFinder):
-    """A finder of the megagrpo that started the server, and of nothing else of its environment. It makes CHANGES of
-    SGLang's modules in each process that imports them."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname == "megagrpo":
-            return importlib.util.spec_from_file_location(
-                fullname, PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
-            )
-        if fullname not in CHANGES:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if spec is None or spec.loader is None:
-            return None
-        run = spec.loader.exec_module
-
-        def run_and_change(module: ModuleType) -> None:
-            run(module)
-            CHANGES[fullname](module)
-
-        vars(spec.loader)["exec_module"] = run_and_change
-        return spec
+def find_megagrpo() -> None:
+    """Makes the megagrpo that started the server importable, and nothing else of its environment."""
+    spec = importlib.util.spec_from_file_location(
+        "megagrpo", PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
+    )
+    if "megagrpo" not in sys.modules and spec is not None:
+        sys.modules["megagrpo"] = importlib.util.module_from_spec(spec)
 
 
 def on_cpus() -> bool:
@@ -91,34 +66,16 @@ def on_cpus() -> bool:
 
 
 def prepare_server_process(*, spawned: bool) -> None:
-    # A script's own directory comes first on the path: its `server` and `engine` would hide other modules.
-    own_directory = str(Path(__file__).resolve().parent)
-    sys.path[:] = [entry for entry in sys.path if entry != own_directory]
-    sys.meta_path.insert(0, Finder())
-    if spawned:  # SGLang asks for the same, but only once it is imported
-        from megagrpo.processes.lifetime import end_with_parent
+    find_megagrpo()
+    from megagrpo.rollout.launching import listen_on_loopback, prepare_process
 
-        end_with_parent()
+    prepare_process(__file__, CHANGES, spawned=spawned)
     if meeting := os.environ.get(MEETING_VARIABLE):
         meet_in_store(meeting)
     else:
         listen_on_loopback()
     if on_cpus():
         fill_gaps_on_cpus()
-
-
-def listen_on_loopback() -> None:
-    """Makes a server's ranks, all on one node, meet on loopback: torch's store would listen to any machine."""
-    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # a function has the same name
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    tcp_store = rendezvous.TCPStore
-
-    def on_its_host(host_name: str, port: int, **options: Any) -> Any:
-        if options["is_master"]:
-            options["master_listen_fd"] = socket.create_server((host_name, port)).detach()
-        return tcp_store(host_name, port, **options)
-
-    rendezvous.TCPStore = on_its_host
 
 
 def meet_in_store(meeting: str) -> None:
@@ -188,37 +145,11 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 """Changes of modules, on every machine."""
 
 
-def end_with(owner: int, directory: str) -> None:
-    """Ends every process of this server once the process that started it is gone, or one of its own was killed: SGLang
-    itself notices a killed scheduler only after minutes."""
-    from megagrpo.rollout.sglang.server import kill_group, members, remove, shared_files
-
-    while os.getppid() == owner and not child_was_killed():
-        time.sleep(OWNER_CHECK_SECONDS)
-    group = os.getpgrp()
-    try:
-        remove(shared_files(members(group)))
-        shutil.rmtree(directory, ignore_errors=True)
-    finally:
-        kill_group(group)
-
-
-def child_was_killed() -> bool:
-    """Returns whether a direct child was killed and is not reaped yet. Leaves the reaping to SGLang."""
-    try:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # there is none
-        return False
-    return ended is not None and ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-
-
 def main() -> None:
-    from megagrpo.processes.lifetime import end_with_parent
+    from megagrpo.rollout.launching import end_with_owner
 
     settings = json.load(sys.stdin)
-    watch = threading.Thread(target=end_with, args=(settings["owner"], settings["directory"]), daemon=True)
-    watch.start()
-    end_with_parent(signal.SIGCONT)  # wakes a stopped server, which then ends with its parent
+    end_with_owner(settings["owner"], settings["directory"], settings["shared_memory"])
 
     import sglang
     from sglang.launch_server import run_server

@@ -1,5 +1,6 @@
-"""One SGLang server that megagrpo starts: in a process group of its own, waited for until it generates, ended with all
-that belongs to it. Linux. launch.py imports this module in SGLang's environment: standard library only, and errors.
+"""One server that megagrpo starts, of any engine: in a process group of its own, waited for until it generates, ended
+with all that belongs to it. Linux. launching.py imports this module in the engine's environment: standard library only,
+and errors.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +27,46 @@ from megagrpo.errors import EngineError, Problem
 from megagrpo.processes.lifetime import remove_after_me
 from megagrpo.processes.ports import free_port
 
-LAUNCH = Path(__file__).with_name("launch.py")
 HOST = "127.0.0.1"  # a server and its engine are on one node
-LATER_PORTS = range(233, 240)  # of SGLang's processes, on groups of attention data parallelism: after the server's port
 POLL_SECONDS = 0.25
-HEALTH_SECONDS = 60.0  # one /health generates a token, which on a busy machine takes long the first time
+FIRST_TOKEN_SECONDS = 60.0  # on a busy machine
 END_SECONDS = 10.0
 STOPPED_SECONDS = 10  # longer than a debugger or profiler stops a process
 LOG_LINES_QUOTED = 25
 LOG_BYTES_READ = 1 << 16
 SHARED_MEMORY = "/dev/shm/"
-DIRECTORY_PREFIX = "sglang-"
-SGLANGS_OWN = ("sgl_", "sglang_", "sem.mp-")  # not the files in which weights travel: the sender removes them
+
+
+@dataclass(frozen=True)
+class Program:
+    """The program of an engine's servers, and how they differ from other engines'."""
+
+    name: str
+    """Its section in the recipe; the servers' directories begin with it."""
+    launch: Path
+    """Runs one server, with settings as JSON on standard input: `owner`, `directory`, `shared_memory`, `arguments`."""
+    generates: tuple[str, Mapping[str, Any] | None]
+    """A path that answers once the server has generated a token, and what is posted to it; None: it is a GET."""
+    shared_memory: tuple[str, ...]
+    """Prefixes of its files in /dev/shm, but for those in which weights travel: their sender removes them."""
+    later_ports: range = range(0)
+    """Ports that its processes use, counted from the server's."""
 
 
 class Server:
     """A started server. `wait_until_ready` before use, `close` at the end; it also ends when this process does, or when
     one of its processes is stopped (SIGSTOP) for STOPPED_SECONDS: requests to it would wait for their time limits.
 
-    `arguments` are fields of SGLang's ServerArgs (see arguments.py); host, port and API key are added here. `python` is
-    the interpreter of an environment with SGLang. `log` gets all output of the server. `environment` is added to this
-    process's. If an earlier server with this log was killed together with its owner, what it left is removed first.
+    `arguments` are those of the engine; host, port and API key are added here. `python` is the interpreter of an
+    environment with the engine. `log` gets all output of the server. `environment` is added to this process's. If an
+    earlier server with this log was killed together with its owner, what it left is removed first.
 
     Raises EngineError if the interpreter cannot be started.
     """
 
     def __init__(
         self,
+        program: Program,
         arguments: Mapping[str, Any],
         *,
         name: str,
@@ -59,29 +74,30 @@ class Server:
         python: str | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.name, self.log = name, log
+        self.name, self.log, self._program = name, log, program
         self.api_key = secrets.token_urlsafe(32)
-        port = free_port("", LATER_PORTS)  # SGLang looks at all interfaces
+        port = free_port("", program.later_ports)  # SGLang binds to all interfaces, to look
         self.url = f"http://{HOST}:{port}"
-        self._directory = tempfile.mkdtemp(prefix=DIRECTORY_PREFIX)  # a short path: SGLang makes sockets in it
+        self._directory = tempfile.mkdtemp(prefix=f"{program.name}-")  # a short path: sockets are made in it
         self._watched = remove_after_me(Path(self._directory))
         self._shared: set[Path] = set()
         settings = {
             "owner": os.getpid(),
             "directory": self._directory,
+            "shared_memory": program.shared_memory,
             "arguments": {**arguments, "host": HOST, "port": port, "api_key": self.api_key},
         }
         log.parent.mkdir(parents=True, exist_ok=True)
         self._note = log.with_name(f"{log.name}.leftovers.json")
-        remove_leftovers(self._note)
-        # SGLang writes its arguments to the log, the API key among them.
+        remove_leftovers(self._note, program)
+        # Engines write their arguments to the log, the API key among them.
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode=0o600)
         try:
             with tempfile.TemporaryFile(dir=self._directory) as given:
                 given.write(json.dumps(settings).encode())
                 given.seek(0)
                 self._process = subprocess.Popen(
-                    [python or sys.executable, str(LAUNCH)],
+                    [python or sys.executable, str(program.launch)],
                     stdin=given,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -91,7 +107,7 @@ class Server:
         except OSError as error:
             shutil.rmtree(self._directory, ignore_errors=True)
             raise EngineError(
-                Problem(f"{name}: the server cannot be started", given=str(error), fix="check rollout.sglang.python")
+                Problem(f"{name}: the server cannot be started", str(error), fix=f"check rollout.{program.name}.python")
             ) from error
         finally:
             os.close(output)
@@ -113,13 +129,13 @@ class Server:
                     self.problem(
                         "the server is not ready",
                         given=f"{'no token' if listening else 'no answer'} after {timeout_seconds:g} s",
-                        needed=f"{self.url}/health to answer",
+                        needed=f"{self.url}{self._program.generates[0]} to answer",
                         fix="raise cluster.start_timeout_seconds, or see the log",
                     )
                 )
-            # /ping answers as soon as the server listens and costs nothing; /health generates.
-            listening = listening or self._answers("/ping", min(5.0, remaining))
-            if listening and self._answers("/health", min(HEALTH_SECONDS, remaining)):
+            # /ping answers as soon as the server listens, and costs nothing.
+            listening = listening or self._answers("/ping", None, min(5.0, remaining))
+            if listening and self._answers(*self._program.generates, min(FIRST_TOKEN_SECONDS, remaining)):
                 self._note_leftovers()
                 return
             time.sleep(POLL_SECONDS)
@@ -156,7 +172,7 @@ class Server:
     def close(self) -> None:
         """Ends every process of the server and removes its files in shared memory. May be called twice."""
         group = self._process.pid
-        self._shared |= shared_files(members(group))
+        self._shared |= shared_files(members(group), self._program.shared_memory)
         kill_group(group)
         deadline = time.monotonic() + END_SECONDS
         while (self._process.poll() is None or members(group)) and time.monotonic() < deadline:
@@ -181,13 +197,15 @@ class Server:
 
     def _note_leftovers(self) -> None:
         self._members = members(self._process.pid)
-        shared = shared_files(self._members) - self._shared
+        shared = shared_files(self._members, self._program.shared_memory) - self._shared
         if shared or not self._note.exists():
             self._shared |= shared
             note_leftovers(self._note, self._process.pid, self._directory, self._shared)
 
-    def _answers(self, path: str, timeout_seconds: float) -> bool:
-        request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {self.api_key}"})
+    def _answers(self, path: str, body: Mapping[str, Any] | None, timeout_seconds: float) -> bool:
+        headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=timeout_seconds) as response:
                 return bool(response.status == 200)
@@ -212,8 +230,9 @@ def state_in(group: int, process: int) -> str:
     return fields[0] if int(fields[2]) == group else "X"
 
 
-def shared_files(processes: Iterable[int]) -> set[Path]:
-    """Returns the shared memory and semaphores of SGLang that the processes have mapped: a kill does not remove them.
+def shared_files(processes: Iterable[int], prefixes: Collection[str]) -> set[Path]:
+    """Returns the shared memory and semaphores with these prefixes that the processes have mapped: a kill does not
+    remove them.
 
     Found by inode, because a semaphore is mapped under another name than that of its file.
     """
@@ -225,7 +244,7 @@ def shared_files(processes: Iterable[int]) -> set[Path]:
             continue
         mapped |= {int(line.split()[4]) for line in lines if SHARED_MEMORY in line}
     with os.scandir(SHARED_MEMORY) as entries:
-        return {Path(entry) for entry in entries if entry.name.startswith(SGLANGS_OWN) and entry.inode() in mapped}
+        return {Path(entry) for entry in entries if entry.name.startswith(tuple(prefixes)) and entry.inode() in mapped}
 
 
 def remove(files: Iterable[Path]) -> None:
@@ -234,7 +253,7 @@ def remove(files: Iterable[Path]) -> None:
 
 
 def kill_group(group: int) -> None:
-    """Sends SIGKILL to every member. SGLang's graceful end waits for requests that are not needed any more."""
+    """Sends SIGKILL to every member. An engine's graceful end waits for requests that are not needed any more."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 
@@ -251,7 +270,7 @@ def note_leftovers(note: Path, group: int, directory: str, files: Iterable[Path]
     part.replace(note)
 
 
-def remove_leftovers(note: Path) -> None:
+def remove_leftovers(note: Path, program: Program) -> None:
     """Removes what the server of this note left on this machine, unless some of its processes still run.
 
     Any process may have written the note: only what a server's files and directory are called is removed, where it is.
@@ -264,7 +283,7 @@ def remove_leftovers(note: Path) -> None:
         return
     if host != socket.gethostname() or members(group):
         return
-    remove(file for file in files if file.parent == Path(SHARED_MEMORY) and file.name.startswith(SGLANGS_OWN))
-    if directory.parent == Path(tempfile.gettempdir()) and directory.name.startswith(DIRECTORY_PREFIX):
+    remove(file for file in files if file.parent == Path(SHARED_MEMORY) and file.name.startswith(program.shared_memory))
+    if directory.parent == Path(tempfile.gettempdir()) and directory.name.startswith(f"{program.name}-"):
         shutil.rmtree(directory, ignore_errors=True)
     note.unlink(missing_ok=True)

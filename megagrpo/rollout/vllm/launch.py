@@ -1,0 +1,119 @@
+"""Runs one vLLM server. Started by server.py, with an interpreter of an environment that has vLLM.
+
+    python launch.py < settings         settings: JSON, {"owner": pid, "directory": ..., "arguments": {...}, ...}
+
+The arguments, the API key among them, come on standard input so that `ps` does not show them. vLLM spawns its engine
+and its workers, and each runs this module's top level again: code that every process needs is called there.
+
+Changes of vLLM 0.32. None changes how a model computes.
+
+    function              changes                             because
+    listen_on_loopback    torch's TCPStore                    it listens to any machine
+    guard_every_path      the check of the API key            else any local user may pause it, or call workers
+    tell_versions         the outputs of running requests     only a stream's last part tells its weight versions
+    cpu_layers.CHANGES    linear layers on CPUs               they drop their weights once these are packed
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from megagrpo.rollout.launching import Changes
+
+DEVICE_VARIABLE = "MEGAGRPO_VLLM_DEVICE"
+PACKAGE = Path(__file__).resolve().parents[2]
+
+
+def find_megagrpo() -> None:
+    """Makes the megagrpo that started the server importable, and nothing else of its environment."""
+    spec = importlib.util.spec_from_file_location(
+        "megagrpo", PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
+    )
+    if "megagrpo" not in sys.modules and spec is not None:
+        sys.modules["megagrpo"] = importlib.util.module_from_spec(spec)
+
+
+def prepare_server_process(*, spawned: bool) -> None:
+    find_megagrpo()
+    from megagrpo.rollout.launching import listen_on_loopback, prepare_process
+
+    prepare_process(__file__, changes(), spawned=spawned)
+    listen_on_loopback()
+
+
+def changes() -> Changes:
+    """Returns the changes of modules, by name."""
+    everywhere: Changes = {
+        "vllm.entrypoints.serve.middleware.authenticate": guard_every_path,
+        "vllm.v1.engine.output_processor": tell_versions,
+    }
+    if os.environ.get(DEVICE_VARIABLE) != "cpu":
+        return everywhere
+    from megagrpo.rollout.vllm.cpu_layers import CHANGES
+
+    return {**everywhere, **CHANGES}
+
+
+def guard_every_path(authenticate: Any) -> None:
+    """Asks for the API key on every path, also those of dev mode: vLLM asks only for those below /v1 and /inference."""
+    authenticate.GUARDED_PREFIX = ("/",)
+
+
+def tell_versions(output_processor: Any) -> None:
+    """Adds the weight versions of all tokens so far to every part of a stream."""
+    state = output_processor.RequestState
+    complete = state._new_completion_output
+
+    def complete_and_tell(self: Any, *arguments: Any, **options: Any) -> Any:
+        output = complete(self, *arguments, **options)
+        if output.weight_versions is None:
+            output.weight_versions = self._weight_version_spans()
+        return output
+
+    state._new_completion_output = complete_and_tell
+
+
+def words(arguments: Mapping[str, Any]) -> list[str]:
+    """Returns arguments as words of a command line: `vllm serve` takes no others."""
+    line = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            line.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            line += [f"--{flag}", *map(str, value)]
+        elif value is not None:
+            line.append(f"--{flag}={json.dumps(value) if isinstance(value, dict) else value}")
+    return line
+
+
+def main() -> None:
+    from megagrpo.rollout.launching import end_with_owner
+
+    settings = json.load(sys.stdin)
+    end_with_owner(settings["owner"], settings["directory"], settings["shared_memory"])
+
+    import uvloop
+    from vllm.entrypoints.launchers.api_server.entry import run_server
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(words(settings["arguments"]))
+    validate_parsed_serve_args(arguments)
+    uvloop.run(run_server(arguments))
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    prepare_server_process(spawned=__name__ == "__mp_main__")
+if __name__ == "__main__":
+    main()
