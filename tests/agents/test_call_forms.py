@@ -12,7 +12,15 @@ import pytest
 from megagrpo.agents.call_forms import FORMS
 from megagrpo.agents.chat import TOOL, USER, Chat
 from megagrpo.agents.dialects.chat_request import call
-from megagrpo.agents.tool_calls import ParsedAnswer, Parser, of_channels, parse_answer, parser_of, sglang_calls, style_of
+from megagrpo.agents.tool_calls import (
+    ParsedAnswer,
+    Parser,
+    of_channels,
+    parse_answer,
+    parser_of,
+    sglang_calls,
+    style_of,
+)
 from tests.agents.families import chat_of, written
 
 FAMILIES = (
@@ -181,7 +189,8 @@ def test_values_that_json_does_not_have_cannot_be_read(value: str) -> None:
 @pytest.mark.parametrize("piece", ["<parameter=a>", "to=", "<arg_key>", "<tool_call>", "<|message|>", "f(", "'", '"\\'])
 def test_text_without_end_is_read_in_linear_time(name: str, piece: str) -> None:
     begins = {
-        "mistral": "[TOOL_CALLS]f[ARGS]", "pythonic": "[f(k=", "deepseekv31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f",
+        "mistral": "[TOOL_CALLS]f[ARGS]", "pythonic": "[f(k=",
+        "deepseekv31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f",
         "deepseekv3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f",
         "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>", "gpt-oss": "<|channel|>to=f<|message|>",
         "minimax-m2": '<minimax:tool_call><invoke name="f">', "seed_oss": "<seed:tool_call><function=f>",
