@@ -293,7 +293,6 @@ FAMILIES = {
             ("pythonic", PYTHONIC), ("compact", COMPACT), ("deepseek", DEEPSEEK), ("deepseek31", DEEPSEEK_31),
         )
     },
-    "silent": Family(chatml(call=""), CHATML_TOKENS, ("<|im_end|>", "<|endoftext|>")),
     "python": Family(chatml(call=PYTHON), CHATML_TOKENS, ("<|im_end|>", "<|endoftext|>")),
     "glm47": Family(
         GLM_47, ("[GMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"),

@@ -43,7 +43,7 @@ def test_auto_is_what_the_chat_template_writes() -> None:
         "chatml": "hermes", "thinking": "hermes", "llama": "llama3", "glm": "glm45", "mistral": "mistral", "zephyr": "",
         "function": "qwen3_coder", "python": "olmo3", "glm47": "glm47", "invoke": "minimax-m2", "kimi": "kimi_k2",
         "channels": "gpt-oss", "pythonic": "pythonic", "compact": "mistral", "deepseek": "deepseekv3",
-        "deepseek31": "deepseekv31", "silent": "",
+        "deepseek31": "deepseekv31",
     }  # fmt: skip
     assert parser_of("auto", chat_of("zephyr")) is None
     assert {name for name, _ in SHOWN} == set(BUILT_IN)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from megagrpo.cli import main
 from megagrpo.preflight.agent import AgentChecks, check_agent, template_described
 from megagrpo.recipe.schema import Recipe
-from tests.agents.families import FAMILIES, chat_of, tokenizer_of
+from tests.agents.families import FAMILIES, chat_of, chatml, tokenizer_of
 from tests.tiny_run import make_run, recipe
 
 OWN = Path(__file__).parents[1] / "agents" / "own_tools.py"
@@ -164,6 +165,7 @@ def test_tools_are_refused_if_no_parser_reads_what_the_template_writes(
     plan_only: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)
+    monkeypatch.setitem(FAMILIES, "silent", replace(FAMILIES["chatml"], template=chatml(call="")))
     for family in ("mistral", "deepseek", "pythonic"):
         assert asked(tmp_path, family=family, plan_only=plan_only, tools=["python"]).problems == []
     silent = asked(tmp_path, family="silent", plan_only=plan_only, tools=["python"])
