@@ -26,7 +26,8 @@ from torch.multiprocessing import reductions
 
 from megagrpo.errors import Problem
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, rank_grid
-from megagrpo.rollout.sglang.client import Endpoint, SglangClient
+from megagrpo.rollout.client import Endpoint
+from megagrpo.rollout.sglang.client import SglangClient
 from megagrpo.weights.boxes import ITEM_BYTES, Manifest, Placement, Storage
 from megagrpo.weights.transport.disk import Post
 from megagrpo.weights.transport.shared_memory import FileArea

@@ -18,7 +18,7 @@ from gather_everything import GatherEverything
 
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.processes.ports import free_port
-from megagrpo.rollout.sglang.client import Endpoint
+from megagrpo.rollout.client import Endpoint
 from megagrpo.weights.digest import sent_digests
 from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.plan import WeightPlan

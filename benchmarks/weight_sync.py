@@ -34,10 +34,11 @@ from sync_ranks import GATHER, Sync, TrainingRanks
 from megagrpo.errors import Problem, WeightSyncError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
+from megagrpo.rollout.client import Endpoint
 from megagrpo.rollout.engine import ServerSpec
 from megagrpo.rollout.server import Server
 from megagrpo.rollout.sglang.arguments import PROGRAM, server_arguments, server_environment
-from megagrpo.rollout.sglang.client import Endpoint, SglangClient
+from megagrpo.rollout.sglang.client import SglangClient
 from megagrpo.weights.boxes import ITEM_BYTES, Place, Storage, Topology
 from megagrpo.weights.digest import digest_problems, expected_digests
 from megagrpo.weights.families import architecture_of, read_architecture, tensors_of

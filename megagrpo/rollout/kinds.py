@@ -253,13 +253,52 @@ class Sglang(External):
 
 
 class Vllm(EngineKind):
-    """vLLM servers that the run starts and ends, in an environment of their own."""
+    """vLLM servers that the run starts and ends, in an environment of their own.
 
-    streams = splits = starts_without_weights = True
+    Without routes and kept sets: vLLM 0.32 returns both only by its second model runner, which CPUs lack and which was
+    not tried.
+    """
+
+    streams = splits = starts_without_weights = reads_files = True
     settings = "vllm"
 
     def options(self, rollout: RolloutConfig) -> Mapping[str, Any]:
         return rollout.vllm.model_extra or {}
+
+    def keeps_prefixes(self, rollout: RolloutConfig) -> bool:
+        return self.options(rollout).get("enable_prefix_caching") is not False
+
+    def releases_memory(self, rollout: RolloutConfig) -> bool:
+        return bool(self.options(rollout).get("enable_sleep_mode"))
+
+    def beside_training(self, share: float) -> dict[str, Any]:
+        return {"rollout.vllm.enable_sleep_mode": True, "rollout.vllm.gpu_memory_utilization": share}
+
+    def problems(self, section: Any, where: str, named_by: str, *, plan_only: bool) -> Sequence[Problem]:
+        from megagrpo.rollout.vllm.arguments import vllm_problems
+
+        return vllm_problems(section.vllm, f"{where}.vllm", f"{where}.{named_by}", plan_only=plan_only)
+
+    @property
+    def side(self) -> Any:
+        from megagrpo.weights.sides import vllm
+
+        return vllm
+
+    def memory(self, case: Case) -> EngineMemory:
+        from megagrpo.rollout.vllm.memory import vllm_memory
+
+        return vllm_memory(case)
+
+    def server(self, spec: ServerSpec) -> Server:
+        from megagrpo.rollout.vllm.arguments import start_server
+
+        return start_server(spec)
+
+    def engine(self, spec: EngineSpec, server: Any) -> Engine:
+        from megagrpo.rollout.vllm.engine import VllmEngine
+
+        return VllmEngine(spec, server)
 
 
 ENGINES: dict[str, EngineKind] = {

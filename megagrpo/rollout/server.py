@@ -33,6 +33,7 @@ FIRST_TOKEN_SECONDS = 60.0  # on a busy machine
 END_SECONDS = 10.0
 STOPPED_SECONDS = 10  # longer than a debugger or profiler stops a process
 LOG_LINES_QUOTED = 25
+LOG_LINE_CHARACTERS = 2000
 LOG_BYTES_READ = 1 << 16
 SHARED_MEMORY = "/dev/shm/"
 
@@ -49,6 +50,8 @@ class Program:
     """A path that answers once the server has generated a token, and what is posted to it; None: it is a GET."""
     shared_memory: tuple[str, ...]
     """Prefixes of its files in /dev/shm, but for those in which weights travel: their sender removes them."""
+    noise: tuple[str, ...]
+    """Parts of lines of its log that say nothing about a failure."""
     later_ports: range = range(0)
     """Ports that its processes use, counted from the server's."""
 
@@ -166,8 +169,8 @@ class Server:
         # The first line may be the end of one that holds the key, and is left out.
         whole = end if len(end) < LOG_BYTES_READ else end.partition(b"\n")[2]
         lines = whole.decode(errors="replace").replace(self.api_key, "***").splitlines()
-        shown = [line for line in lines if line.strip() and "server_args=" not in line]
-        return "\n".join(shown[-LOG_LINES_QUOTED:])
+        shown = [line for line in lines if line.strip() and not any(part in line for part in self._program.noise)]
+        return "\n".join(line[:LOG_LINE_CHARACTERS] for line in shown[-LOG_LINES_QUOTED:])
 
     def close(self) -> None:
         """Ends every process of the server and removes its files in shared memory. May be called twice."""

@@ -20,7 +20,7 @@ from examples.demo.model import make_tokenizer
 from megagrpo.errors import EXIT_STOPPED
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.server import Server
-from megagrpo.rollout.sglang.client import Answer, generate_body
+from megagrpo.rollout.sglang.client import SglangAnswer, generate_body
 from megagrpo.trainer.batches import read_batch
 from megagrpo.types import SamplingParams
 from tests.loop import small_run, test_agents
@@ -149,10 +149,10 @@ def test_a_run_with_latent_attention_trains_on_what_an_external_server_samples(
     assert not (output / "weights").exists(), "weights on their way are removed at the end"
 
     one = request(PROMPT, SamplingParams(8))
-    answer = Answer(one)
+    answer = SglangAnswer(one)
     with client_of(server) as client:
         body = generate_body(one, "a request of another client", steps, (), streams=False)
-        client.run(client.generate(body, answer, asyncio.Event()))
+        client.run(client.generate(body, body["rid"], answer, asyncio.Event()))
     sample = answer.sample(lambda tokens, finish: "", "the server")
     assert (sample.versions == steps).all()
     check_logprobs([sample], [one], {steps: output / "hugging_face"})

@@ -18,10 +18,11 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.processes.ports import free_port
 from megagrpo.processes.store import LOOPBACK, StoreHost
 from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
+from megagrpo.rollout.client import Endpoint
 from megagrpo.rollout.engine import EngineNode, EngineSpec, ServerSpec
 from megagrpo.rollout.server import Server
 from megagrpo.rollout.sglang import arguments
-from megagrpo.rollout.sglang.client import Endpoint, SglangClient
+from megagrpo.rollout.sglang.client import SglangClient
 from megagrpo.rollout.sglang.engine import SglangEngine
 from megagrpo.types import Request, Sample, SamplingParams
 from megagrpo.weights.families import read_architecture

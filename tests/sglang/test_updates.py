@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from megagrpo.recipe.schema.run import Pause
+from megagrpo.rollout import client
 from megagrpo.rollout.server import members
-from megagrpo.rollout.sglang import client
 from megagrpo.rollout.sglang.client import TOKENS_PER_PART
 from megagrpo.types import Sample, SamplingParams
 from tests.rollout_engines import generate, request, routes_of

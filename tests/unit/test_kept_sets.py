@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from megagrpo.errors import EngineError
 from megagrpo.rollout.requests import after_begun, evaluation_requests, training_requests
-from megagrpo.rollout.sglang.client import Answer, generate_body
+from megagrpo.rollout.sglang.client import SglangAnswer, generate_body
 from megagrpo.trainer.step import train_sequences
 from megagrpo.trainer.step_metrics import rollout_metrics
 from megagrpo.types import AgentRun, Branch, Group, KeptSets, Prompt, Sample, SamplingParams, Score, Turn
@@ -160,7 +160,7 @@ def part(tokens: list[int], sets: list[list[int]] | None, count: int, finish: st
 
 
 def sample_of(*parts: dict[str, Any]) -> Sample:
-    answer = Answer(replace(request((5, 6), NUCLEUS), index=3))
+    answer = SglangAnswer(replace(request((5, 6), NUCLEUS), index=3))
     for each in parts:
         answer.add(each)
     return answer.sample(lambda _tokens, _finish: "", "engine 0")

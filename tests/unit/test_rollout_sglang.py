@@ -18,10 +18,11 @@ import pytest
 from megagrpo.cluster.engines import make_engine
 from megagrpo.errors import EngineError, Problem
 from megagrpo.recipe.schema import SglangConfig
+from megagrpo.rollout.client import Endpoint, RequestGate
 from megagrpo.rollout.engine import Engine, EngineSpec
 from megagrpo.rollout.sglang import arguments
 from megagrpo.rollout.sglang.arguments import cpu_cache_tokens, server_arguments, sglang_problems
-from megagrpo.rollout.sglang.client import Answer, Endpoint, RequestGate, ServedRoutes, SglangClient
+from megagrpo.rollout.sglang.client import ServedRoutes, SglangAnswer, SglangClient
 from megagrpo.rollout.sglang.engine import AS_STARTED, SglangEngine, check_server
 from megagrpo.routes import Routes, RouteSizes
 from megagrpo.types import SamplingParams
@@ -85,7 +86,7 @@ def test_a_request_whose_connection_breaks_goes_on_after_its_tokens_and_ends_whe
     ("tokens", "finish"), [([7, 8], "abort"), ([7, 2], "stop"), ([7, 3], "stop"), ([7, 8, 9], "length")]
 )
 def test_a_response_that_is_given_back_at_its_end_has_ended(tokens: list[int], finish: str) -> None:
-    answer = Answer(request((5, 6), SamplingParams(3, stop_tokens=(3,))))
+    answer = SglangAnswer(request((5, 6), SamplingParams(3, stop_tokens=(3,))))
     entries = [[-0.5, token, None] for token in tokens]
     meta = {"completion_tokens": len(tokens), "output_token_logprobs": entries, "weight_version": "4"}
     answer.add({"output_ids": tokens, "meta_info": {**meta, "finish_reason": {"type": "abort"}}})
@@ -101,7 +102,7 @@ def test_a_server_has_room_for_the_longest_response_of_training_and_evaluation(
 ) -> None:
     started: list[dict[str, Any]] = []
 
-    def start(arguments: dict[str, Any], **given: Any) -> None:
+    def start(_program: Any, arguments: dict[str, Any], **given: Any) -> None:
         started.append(arguments)
         raise EngineError(Problem("no server"))
 
@@ -151,7 +152,7 @@ def test_a_server_of_others_that_returns_no_routes_is_refused_with_both_ways_out
 def routed(experts: np.ndarray | None, tokens: int = 4, finish: str = "length") -> Routes | None:
     """Reads an answer of `tokens` after a prompt of 2; the model has a dense layer and two with 8 experts."""
     layers = ServedRoutes(RouteSizes(2, 2, 8), 3, (1, 2))
-    answer = Answer(replace(request((5, 6), SamplingParams(tokens)), index=3), routes=layers)
+    answer = SglangAnswer(replace(request((5, 6), SamplingParams(tokens)), index=3), routes=layers)
     meta = {"completion_tokens": tokens, "output_token_logprobs": [[-0.5, 9, None]] * tokens, "weight_version": "4"}
     sent = None if experts is None else base64.b64encode(experts.tobytes()).decode()
     meta |= {"finish_reason": {"type": finish}, "routed_experts": sent}

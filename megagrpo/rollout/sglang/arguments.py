@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megagrpo.errors import Problem, brief
 from megagrpo.recipe.defaults import cpu_cache_tokens
 from megagrpo.recipe.schema import SglangConfig
+from megagrpo.rollout.arguments import Arguments, cores_of_ranks
 from megagrpo.rollout.server import Program, Server
 from megagrpo.rollout.sglang.launch import DEVICE_VARIABLE, MEETING_SCHEME, MEETING_VARIABLE
 from megagrpo.section import problem
@@ -27,15 +26,25 @@ from megagrpo.weights.transport import LOAD_FORMAT
 if TYPE_CHECKING:
     from megagrpo.rollout.engine import EngineNode, ServerSpec
 
+
+def cache_variables() -> dict[str, str]:
+    """Returns the variable with the directory for what SGLang compiles. Empty if it is set, or SGLang can write below
+    the home directory: SGLang needs one of these to start."""
+    caches = Path("~/.cache/sglang").expanduser()
+    nearest = next(directory for directory in (caches, *caches.parents) if directory.exists())
+    if "SGLANG_CACHE_DIR" in os.environ or os.access(nearest, os.W_OK):
+        return {}
+    return {"SGLANG_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"sglang_{os.getuid()}")}
+
+
 PROGRAM = Program(
     "sglang",
     Path(__file__).with_name("launch.py"),
     generates=("/health", None),
     shared_memory=("sgl_", "sglang_", "sem.mp-"),
+    noise=("server_args=",),
     later_ports=range(233, 240),  # of groups of attention data parallelism
 )
-CHECK = Path(__file__).with_name("check_arguments.py")
-CHECK_SECONDS = 300.0  # it imports part of SGLang, in an environment that may lie on a slow file system
 WATCHDOG_SECONDS = 300.0  # SGLang's own default
 
 # Arguments that follow from another key of the recipe, or that would break what megagrpo relies on.
@@ -91,6 +100,15 @@ OWNED = (
 )  # fmt: skip
 
 
+ARGUMENTS = Arguments(
+    "SGLang",
+    "megagrpo.rollout.sglang.check_arguments",
+    OWNED,
+    install="make sglang-cpu on a CPU machine, pip install megagrpo[sglang] on GPUs",
+    environment=cache_variables,
+)
+
+
 def sglang_problems(
     settings: SglangConfig,
     section: str = "rollout.sglang",
@@ -98,54 +116,10 @@ def sglang_problems(
     *,
     plan_only: bool = False,
 ) -> list[Problem]:
-    """Finds problems in settings of servers: arguments that megagrpo sets, and those that the installed SGLang refuses.
-
-    `section`: the settings in the recipe; `named_by`: the field that asks for SGLang. `python` of the settings is asked
-    once, in a process of its own, because SGLang may be in another environment. With `plan_only` SGLang may be missing,
-    and only names are checked, because its import takes seconds.
-    """
-    options = dict(settings.model_extra or {})
-    problems = [
-        Problem(
-            f"{section}.{name}",
-            given=repr(options[name]),
-            needed=owner if owner.startswith("nothing") else "not set here: another key of the recipe decides it",
-            fix="remove it" if owner.startswith("nothing") else f"set {owner}",
-        )
-        for name, owner in OWNED.items()
-        if name in options
-    ]
-    free = {name: value for name, value in options.items() if name not in OWNED}
+    """Finds problems in settings of servers. `section`: the settings in the recipe; `named_by`: the field that asks for
+    SGLang. With `plan_only` SGLang may be missing, and only names are checked."""
     interpreter, where = settings.python or sys.executable, f"{section}.python" if settings.python else named_by
-    answer = _checked(interpreter, free, plan_only)
-    if isinstance(answer, str):
-        return problems + [Problem(where, answer, "a Python interpreter with SGLang")] * (not plan_only)
-    if answer["environment"] and not plan_only:
-        fix = f"make sglang-cpu on a CPU machine, pip install megagrpo[sglang] on GPUs, or set {section}.python"
-        problems.append(Problem(where, answer["environment"], answer["needed"], fix))
-    return problems + [Problem(**{**one, "where": f"{section}.{one['where']}"}) for one in answer["problems"]]
-
-
-def _checked(interpreter: str, options: Mapping[str, Any], names_only: bool) -> dict[str, Any] | str:
-    """Asks an interpreter with SGLang. Returns the answer of check_arguments.py, or the interpreter's fault."""
-    try:
-        check = subprocess.run(
-            [interpreter, "-c", CHECK.read_text()],  # not as a file: its neighbours would hide other modules
-            input=json.dumps({"options": dict(options), "names_only": names_only}),
-            env={**os.environ, **cache_variables()},
-            capture_output=True,
-            text=True,
-            timeout=CHECK_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        fault = error.strerror or error if isinstance(error, OSError) else f"no answer in {CHECK_SECONDS:g} s"
-        return f"{interpreter}: {fault}"
-    if check.returncode != 0:
-        last = (check.stderr.strip().splitlines() or ["no message"])[-1]
-        return f"{interpreter} failed: {last}"
-    answer: dict[str, Any] = json.loads(check.stdout.splitlines()[-1])
-    return answer
+    return ARGUMENTS.problems(settings.model_extra or {}, section, where, interpreter, plan_only=plan_only)
 
 
 def model_problems(directory: Path) -> list[Problem]:
@@ -232,16 +206,6 @@ def node_settings(node: EngineNode) -> tuple[dict[str, Any], dict[str, str]]:
     return {"nnodes": node.nodes, "node_rank": node.rank, "dist_init_addr": f"{host}:{node.port}"}, environment
 
 
-def cache_variables() -> dict[str, str]:
-    """Returns the variable with the directory for what SGLang compiles. Empty if it is set, or SGLang can write below
-    the home directory: SGLang needs one of these to start."""
-    caches = Path("~/.cache/sglang").expanduser()
-    nearest = next(directory for directory in (caches, *caches.parents) if directory.exists())
-    if "SGLANG_CACHE_DIR" in os.environ or os.access(nearest, os.W_OK):
-        return {}
-    return {"SGLANG_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"sglang_{os.getuid()}")}
-
-
 def start_server(spec: ServerSpec) -> Server:
     """Starts a server, or its process on one of several nodes. Raises EngineError."""
     arguments = server_arguments(spec)
@@ -269,9 +233,4 @@ def server_environment(device: str, ranks: int, threads: int, engine: int = 0) -
     if ranks == 1:
         return common
     # With fewer memory nodes than ranks, SGLang needs the cores of each rank.
-    cores = sorted(os.sched_getaffinity(0))
-    first = engine * ranks * per_rank
-    starts = range(first, first + ranks * per_rank, per_rank)
-    blocks = [[cores[core % len(cores)] for core in range(start, start + per_rank)] for start in starts]
-    bind = "|".join(",".join(map(str, block)) for block in blocks)
-    return common | {"SGLANG_CPU_OMP_THREADS_BIND": bind}
+    return common | {"SGLANG_CPU_OMP_THREADS_BIND": cores_of_ranks(ranks, per_rank, engine)}

@@ -3,32 +3,17 @@ started, or one that runs already."""
 
 from __future__ import annotations
 
-import asyncio
-import uuid
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from megagrpo.errors import EngineError, MegagrpoError, Problem
-from megagrpo.rollout.engine import Done, Engine, EngineSpec, MemoryTag, SoFar
+from megagrpo.rollout.engine import EngineSpec, MemoryTag
 from megagrpo.rollout.kinds import CACHES_ELSEWHERE
-from megagrpo.rollout.requests import nothing_sampled
+from megagrpo.rollout.served import ServedEngine
 from megagrpo.rollout.server import Server
 from megagrpo.rollout.sglang.arguments import OWNED
-from megagrpo.rollout.sglang.client import (
-    Answer,
-    BrokenConnection,
-    Endpoint,
-    RequestGate,
-    ServedRoutes,
-    SglangClient,
-    generate_body,
-)
-from megagrpo.tokenizer import end_tokens, load_tokenizer, response_texts
-from megagrpo.types import FinishReason, Request, Sample
-from megagrpo.weights.boxes import Manifest
+from megagrpo.rollout.sglang.client import ServedRoutes, SglangAnswer, SglangClient, generate_body
+from megagrpo.types import Request
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.plan import WeightPlan
@@ -76,48 +61,25 @@ def check_server(info: Mapping[str, Any], spec: EngineSpec, architecture: Archit
         raise EngineError(Problem(f"{spec.name}: the server is not what the recipe says", given, needed, fix))
 
 
-class SglangEngine(Engine):
-    """An engine over a server of its own, which `close` ends, or over one that runs already, at rollout.urls.
+class SglangEngine(ServedEngine):
+    """An engine over an SGLang server.
 
-    At most `rollout.requests_at_once` requests are on the way. A request that runs or waits `rollout.timeout_seconds`
-    after it began is aborted with the tokens that it has. `weights.timeout_seconds` limits every other request to the
-    server. The recipe's `pause` decides what an update does to running requests. A pipeline finishes them first.
-
-    A server that megagrpo started has no weights until the first update; those of another are unknown. Raises
-    EngineError if a server's layout or dtype is another, ModelError if SGLang cannot hold the model so, or if there is
-    no tokenizer.
-
-    With `keeps_weights` the engine samples from the weights that the server has, as version 0, and no update ever
-    comes. A server of others is then asked for nothing but /generate, and not changed: it may be of any layout.
+    Raises EngineError if a server's layout or dtype is another, ModelError if SGLang cannot hold the model so, or if
+    there is no tokenizer. A server of others that keeps its weights is asked for nothing but /generate, and not
+    changed: it may be of any layout.
     """
 
     def __init__(self, spec: EngineSpec, server: Server | None = None) -> None:
-        super().__init__(spec.name)
-        recipe, rollout, keeps_weights = spec.recipe, spec.recipe.rollout, spec.keeps_weights
-        self._server, self._fixed_version = server, 0 if keeps_weights else None
+        rollout, keeps_weights = spec.recipe.rollout, spec.keeps_weights
         architecture = read_architecture(spec.model_directory)
         held = spec.dtype, spec.device, spec.index, spec.quantization
-        self._manifests = [
-            sglang_side.manifest(architecture, rollout.layout, rank, *held) for rank in range(rollout.layout.ranks)
-        ]
-        self._tokenizer: Any = load_tokenizer(spec.tokenizer_directory)
-        self._stops = end_tokens(spec.model_directory, self._tokenizer)
-        self._timeout, self._pause = rollout.timeout_seconds, recipe.pause
-        if server:
-            server.wait_until_ready(recipe.cluster.start_timeout_seconds)
-        endpoint = Endpoint(server.url, server.api_key) if server else Endpoint(rollout.urls[spec.index], spec.api_key)
-        control_seconds = recipe.weights.timeout_seconds
-        self._client = SglangClient(endpoint, failure=self._failure, timeout_seconds=control_seconds)
-        self._gate = RequestGate(rollout.requests_at_once)
-        self._paused = self._update_open = False
-        self._released: set[MemoryTag] = set()
-        self._ends: dict[int, asyncio.Event] = {}
-        """By ticket of a request: event that ends it with the tokens that it has. Lives on the client's loop."""
+        ranks = range(rollout.layout.ranks)
+        manifests = [sglang_side.manifest(architecture, rollout.layout, rank, *held) for rank in ranks]
+        super().__init__(spec, server, manifests, SglangClient)
+        self._update_open = False
         self._routes: ServedRoutes | None = None
         if sizes := spec.routes:
             self._routes = ServedRoutes(sizes, len(architecture.layers), architecture.expert_layers)
-        self._answers: dict[int, Answer] = {}
-        """By ticket of a request that was sent. Lives there too."""
         try:
             self._info = self._client.get("/server_info")
             self._streams = bool(self._info.get("incremental_streaming_output"))
@@ -140,93 +102,17 @@ class SglangEngine(Engine):
 
     # --- samples ------------------------------------------------------------------------------------------------------
 
-    def begin(self, requests: Mapping[int, Request], done: Done) -> None:
-        """Starts to sample these requests. If an update begins meanwhile, those that are not sent yet wait for its end,
-        and those that run are paused as the recipe says."""
-        self.check_requests(requests.values())
-        self._resume_memory(["kv_cache"])
-        self._client.run(self._begin(requests, done))
+    def body(self, request: Request, request_id: str) -> dict[str, Any]:
+        given = request_id, self.version, self._stops
+        return generate_body(request, *given, streams=self._streams, routes=self._asks_routes(request))
 
-    def give_back(self, tickets: Collection[int]) -> None:
-        self._client.run(self._give_back(tickets))
+    def answer(self, request: Request) -> SglangAnswer:
+        return SglangAnswer(request, self._fixed_version, self._routes if self._asks_routes(request) else None)
 
-    def so_far(self) -> SoFar:
-        """Returns the tokens up to a server's last answer: none if it was started without streams of increments."""
-        return self._client.run(self._so_far())
-
-    def rests(self) -> bool:
-        return self._server is None or self._gate.held or not self._answers
-
-    async def _so_far(self) -> SoFar:
-        return SoFar.of({ticket: answer.so_far() for ticket, answer in self._answers.items()})
-
-    async def _begin(self, requests: Mapping[int, Request], done: Done) -> None:
-        self._ends |= {ticket: asyncio.Event() for ticket in requests}
-        for ticket, request in requests.items():
-            self._client.start(self._answer(ticket, request, done))
-
-    async def _give_back(self, tickets: Collection[int]) -> None:
-        for ticket in self._ends.keys() & tickets:
-            self._ends[ticket].set()
-
-    async def _answer(self, ticket: int, request: Request, done: Done) -> None:
-        end = self._ends[ticket]
-        timer = asyncio.get_running_loop().call_later(self._timeout, end.set)
-        try:
-            answer: Sample | MegagrpoError = await self._generate_one(ticket, request, end)
-        except MegagrpoError as error:
-            answer = error
-        finally:
-            timer.cancel()
-            del self._ends[ticket]
-            self._answers.pop(ticket, None)
-        done(ticket, answer)
-
-    async def _generate_one(self, ticket: int, request: Request, end: asyncio.Event) -> Sample:
-        while True:
-            async with self._gate.turn(end) as wanted:
-                if not wanted:
-                    begun = request.begun or nothing_sampled(request)
-                    return replace(begun, text=self._text(begun.tokens, "abort"))
-                sent_to = self.version
-                try:
-                    answer = await self._send(ticket, request, end)
-                except BrokenConnection:
-                    # The seed is the same, and a server that still runs has dropped the first request.
-                    again = replace(request, begun=self._answers[ticket].so_far())
-                    answer = await self._send(ticket, again, end)
-            sample = answer.sample(self._text, self.name, self._stops)
-            # A request that was sent to one version, and has only tokens of later ones, waited in the server while
-            # weights were written in place: it used keys and values of its prompt that the old weights had made.
-            new = sample.versions[len(sample.versions) - answer.count :]
-            stale = self._pause == "in_place" and sample.finish != "abort" and (new > sent_to).all()
-            if not stale:
-                return sample
-
-    async def _send(self, ticket: int, request: Request, end: asyncio.Event) -> Answer:
-        rid = uuid.uuid4().hex
-        routes = self._routes if request.sampling.routes else None
-        answer = self._answers[ticket] = Answer(request, self._fixed_version, routes)
-        given = rid, self.version, self._stops
-        body = generate_body(request, *given, streams=self._streams, routes=routes is not None)
-        try:
-            await self._client.generate(body, answer, end, held=lambda: self._gate.held)
-        except BrokenConnection:
-            if not answer.ended:
-                raise
-        except asyncio.CancelledError:
-            # SGLang notices a closed connection late, and would go on sampling until then.
-            self._client.start(self._client.abort(rid))
-            raise
-        return answer
-
-    def _text(self, tokens: np.ndarray, finish: FinishReason) -> str:
-        return response_texts(self._tokenizer, [(tokens, finish)])[0]
+    def _asks_routes(self, request: Request) -> bool:
+        return request.sampling.routes and self._routes is not None
 
     # --- weights ------------------------------------------------------------------------------------------------------
-
-    def manifests(self) -> list[Manifest]:
-        return self._manifests
 
     def connect(self, plan: WeightPlan, destinations: Sequence[int], channel: Channel) -> None:
         was_open = self._update_open
@@ -236,13 +122,8 @@ class SglangEngine(Engine):
         if not was_open:
             self._end_update()
 
-    def pause(self) -> None:
-        self._client.run(self._gate.hold())
-        if self._pause == "finish":
-            self._client.run(self._gate.drained())
-        if not self._paused:
-            self._client.post("/pause_generation", {"mode": "in_place" if self._pause == "finish" else self._pause})
-            self._paused = True
+    def pause_server(self) -> None:
+        self._client.post("/pause_generation", {"mode": "in_place" if self._pause == "finish" else self._pause})
 
     def open_update(self) -> None:
         self._resume_memory(["weights"])
@@ -270,9 +151,6 @@ class SglangEngine(Engine):
         self._client.post("/continue_generation", {})
         self._paused = False
 
-    def resume(self) -> None:
-        self._client.run(self._gate.release())
-
     def _open_update(self) -> None:
         if not self._update_open:
             self._client.post("/begin_weight_update", {})
@@ -282,45 +160,16 @@ class SglangEngine(Engine):
         self._client.post("/end_weight_update", {})
         self._update_open = False
 
+    def close_weights(self) -> None:
+        self._weights.close()
+
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def release_memory(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
-        # Without enable_memory_saver, SGLang only pretends to, or ends.
-        wanted = [tag for tag in tags if tag not in self._released]
-        if not self._info.get("enable_memory_saver") or not wanted:
-            return
-        if count := self._client.run(self._gate.count()):
-            where = f"{self.name}: release_memory"
-            raise EngineError(Problem(where, given=f"{count} requests that run", needed="an engine that is idle"))
-        self._client.post("/release_memory_occupation", {"tags": wanted})
-        self._released |= set(wanted)
-        if "weights" in wanted:
-            self.lose_weights()
+    def can_release(self) -> bool:
+        return bool(self._info.get("enable_memory_saver"))  # without it, SGLang only pretends to, or ends
 
-    def lose_weights(self) -> None:
-        """Holds requests until the next update's end."""
-        super().lose_weights()
-        self._client.run(self._gate.hold())
+    def release_of_server(self, tags: Sequence[MemoryTag]) -> None:
+        self._client.post("/release_memory_occupation", {"tags": list(tags)})
 
-    def _resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Takes back memory that was released. Weights come back with what an update brings."""
-        wanted = [tag for tag in tags if tag in self._released]
-        if wanted:
-            self._client.post("/resume_memory_occupation", {"tags": wanted})
-            self._released -= set(wanted)
-
-    # --- the server ---------------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        super().close()
-        self._weights.close()
-        self._client.close()
-        if self._server is not None:
-            self._server.close()
-
-    def _failure(self, action: str, given: str) -> Problem:
-        """Returns the problem of a failed request, with the end of the server's log if megagrpo started it."""
-        what = f"{action} failed"
-        if self._server is not None:
-            return self._server.problem(what, given)
-        return Problem(f"{self.name}: {what}", given=given, needed="the server that rollout.urls names")
+    def resume_of_server(self, tags: Sequence[MemoryTag]) -> None:
+        self._client.post("/resume_memory_occupation", {"tags": list(tags)})

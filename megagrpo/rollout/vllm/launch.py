@@ -11,7 +11,9 @@ Changes of vLLM 0.32. None changes how a model computes.
     listen_on_loopback    torch's TCPStore                    it listens to any machine
     guard_every_path      the check of the API key            else any local user may pause it, or call workers
     tell_versions         the outputs of running requests     only a stream's last part tells its weight versions
-    cpu_layers.CHANGES    linear layers on CPUs               they drop their weights once these are packed
+    On CPUs:
+    fork_processes        multiprocessing                     a spawned process imports vLLM for ten seconds
+    cpu_layers.CHANGES    linear layers and experts           they drop their weights once these are packed
 """
 
 from __future__ import annotations
@@ -59,12 +61,27 @@ def changes() -> Changes:
         return everywhere
     from megagrpo.rollout.vllm.cpu_layers import CHANGES
 
-    return {**everywhere, **CHANGES}
+    return {**everywhere, "vllm.platforms.cpu": fork_processes, **CHANGES}
 
 
 def guard_every_path(authenticate: Any) -> None:
     """Asks for the API key on every path, also those of dev mode: vLLM asks only for those below /v1 and /inference."""
     authenticate.GUARDED_PREFIX = ("/",)
+
+
+def fork_processes(platform: Any) -> None:
+    """Forks the engine and its workers where vLLM would spawn them. For CPUs only: CUDA does not survive a fork."""
+    from megagrpo.processes.lifetime import end_with_parent
+
+    cpu = platform.CpuPlatform
+    check = cpu.check_and_update_config.__func__
+
+    def check_and_fork(cls: Any, config: Any) -> None:
+        check(cls, config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    cpu.check_and_update_config = classmethod(check_and_fork)
+    os.register_at_fork(after_in_child=end_with_parent)
 
 
 def tell_versions(output_processor: Any) -> None:

@@ -1,0 +1,100 @@
+"""Arguments of servers in a recipe, of any engine: those that megagrpo sets are refused, others are asked of the engine
+in its own environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megagrpo.errors import Problem
+
+PACKAGE = Path(__file__).resolve().parents[1]
+CHECK_SECONDS = 300.0  # it imports part of an engine, in an environment that may lie on a slow file system
+RUN = (
+    "import importlib.util, runpy, sys; package, module = sys.argv[1:]; "
+    "spec = importlib.util.spec_from_file_location("
+    "'megagrpo', package + '/__init__.py', submodule_search_locations=[package]); "
+    "sys.modules['megagrpo'] = importlib.util.module_from_spec(spec); "
+    "runpy.run_module(module, run_name='__main__')"
+)
+"""A program that runs a module of this megagrpo in an environment that has none, or another one."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What is known of an engine's arguments before a run."""
+
+    engine: str
+    """Its name, as people write it."""
+    check: str
+    """The module that checks them in the engine's environment (checking.py)."""
+    owned: Mapping[str, str]
+    """Arguments that megagrpo sets: the key of the recipe that decides each, or "nothing" and why."""
+    install: str
+    """How to install the engine."""
+    environment: Callable[[], Mapping[str, str]] = dict
+    """Variables that the check needs."""
+
+    def problems(
+        self, options: Mapping[str, Any], section: str, named_by: str, interpreter: str, *, plan_only: bool
+    ) -> list[Problem]:
+        """Finds problems in the options of a section of the recipe. `named_by`: the field that names the interpreter,
+        or the engine. With `plan_only` the engine may be missing, and only names are checked."""
+        problems = [
+            Problem(
+                f"{section}.{name}",
+                given=repr(options[name]),
+                needed=owner if owner.startswith("nothing") else "not set here: another key of the recipe decides it",
+                fix="remove it" if owner.startswith("nothing") else f"set {owner}",
+            )
+            for name, owner in self.owned.items()
+            if name in options
+        ]
+        free = {name: value for name, value in options.items() if name not in self.owned}
+        answer = asked(interpreter, self.check, free, plan_only, self.environment())
+        if isinstance(answer, str):
+            needed = f"a Python interpreter with {self.engine}"
+            return problems + [Problem(named_by, answer, needed, self.install)] * (not plan_only)
+        if answer["environment"] and not plan_only:
+            fix = f"{self.install}, or set {section}.python"
+            problems.append(Problem(named_by, answer["environment"], answer["needed"], fix))
+        return problems + [Problem(**{**one, "where": f"{section}.{one['where']}"}) for one in answer["problems"]]
+
+
+def asked(
+    interpreter: str, module: str, options: Mapping[str, Any], names_only: bool, environment: Mapping[str, str]
+) -> dict[str, Any] | str:
+    """Asks an interpreter with the engine, once, in a process of its own. Returns the answer of the module, or the
+    interpreter's fault."""
+    try:
+        check = subprocess.run(
+            [interpreter, "-c", RUN, str(PACKAGE), module],
+            input=json.dumps({"options": dict(options), "names_only": names_only}),
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=CHECK_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        fault = error.strerror or error if isinstance(error, OSError) else f"no answer in {CHECK_SECONDS:g} s"
+        return f"{interpreter}: {fault}"
+    if check.returncode != 0:
+        last = (check.stderr.strip().splitlines() or ["no message"])[-1]
+        return f"{interpreter} failed: {last}"
+    answer: dict[str, Any] = json.loads(check.stdout.splitlines()[-1])
+    return answer
+
+
+def cores_of_ranks(ranks: int, per_rank: int, engine: int) -> str:
+    """Returns the cores of each rank of a server, as 0,1|2,3. Other engines get other cores, if there are enough."""
+    cores = sorted(os.sched_getaffinity(0))
+    first = engine * ranks * per_rank
+    starts = range(first, first + ranks * per_rank, per_rank)
+    blocks = [[cores[core % len(cores)] for core in range(start, start + per_rank)] for start in starts]
+    return "|".join(",".join(map(str, block)) for block in blocks)

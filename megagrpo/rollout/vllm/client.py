@@ -1,0 +1,79 @@
+"""How vLLM is asked, and how it answers: the body of GENERATE, and its parts, are those of vLLM 0.32.0."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from megagrpo.rollout.answers import Answer
+from megagrpo.rollout.client import EngineClient
+from megagrpo.rollout.requests import SEED_BITS
+from megagrpo.rollout.vllm.arguments import GENERATE
+from megagrpo.splitmix64 import GAMMA
+from megagrpo.types import Request
+
+TOKENS_PER_PART = 50
+"""Tokens per part of a stream: fewer take time of the process that answers."""
+PREFIX = "generate-tokens-"
+"""The beginning of the name that vLLM gives to a request."""
+
+
+def generate_body(request: Request, request_id: str, version: int, stops: Collection[int]) -> dict[str, Any]:
+    """Returns what is posted to generate one sample; the answer comes in parts. It shares keys and values of its prompt
+    only with requests of the same weight version: others' may be of other weights.
+
+    stops: tokens that end every response, the only ones besides those of the request.
+    """
+    sampling = request.sampling
+    return {
+        "request_id": request_id,
+        "token_ids": list(request.read),
+        "cache_salt": str(version),
+        "stream": True,
+        "sampling_params": {
+            "max_tokens": request.tokens_left,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "stop_token_ids": sorted({*sampling.stop_tokens, *stops}),
+            "ignore_eos": True,
+            "seed": seed_of(request),
+            "logprobs": 0,  # of the sampled token alone
+            "detokenize": False,
+            "stream_interval": TOKENS_PER_PART,
+        },
+    }
+
+
+def seed_of(request: Request) -> int:
+    """Returns the seed of a request, in [0, 2**63). vLLM draws by a generator that begins anew with each request: a
+    response that resumes has another seed, or it would be drawn by the numbers of its first tokens again."""
+    begun = request.sampling.max_tokens - request.tokens_left
+    return (request.seed + begun * GAMMA) % 2**SEED_BITS
+
+
+class VllmAnswer(Answer):
+    """An answer of a stream."""
+
+    def add(self, part: Mapping[str, Any]) -> None:
+        for choice in part["choices"]:
+            tokens, entries = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or []
+            self._agree &= [entry["token_id"] for entry in entries] == tokens
+            self._tokens.extend(tokens)
+            self._logprobs.extend(entry["logprob"] for entry in entries)
+            self._finish = choice["finish_reason"] or ""
+            self._reported = f"finish_reason {self._finish}, weight_versions {choice['weight_versions']}"
+            self._add_versions(choice["weight_versions"])
+
+
+class VllmClient(EngineClient):
+    """A connection to one vLLM server."""
+
+    GENERATE = GENERATE
+
+    async def abort(self, request_id: str) -> None:
+        await self.request("POST /inference/v1/abort_requests", {"request_ids": [PREFIX + request_id]})
+
+    def refusal(self, part: Mapping[str, Any]) -> Any:
+        return None if "choices" in part else part.get("error", part)

@@ -1,0 +1,89 @@
+"""One vLLM server as an engine: samples by HTTP, weight updates while it is paused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megagrpo.rollout.engine import EngineSpec, MemoryTag
+from megagrpo.rollout.served import ServedEngine
+from megagrpo.rollout.server import Server
+from megagrpo.rollout.vllm.client import VllmAnswer, VllmClient, generate_body
+from megagrpo.types import Request
+from megagrpo.weights.families import read_architecture
+from megagrpo.weights.plan import WeightPlan
+from megagrpo.weights.sides import vllm as vllm_side
+from megagrpo.weights.transport.choice import Channel
+from megagrpo.weights.transport.vllm import VllmWeights
+
+
+class VllmEngine(ServedEngine):
+    """An engine over a vLLM server that megagrpo started.
+
+    Raises ModelError if vLLM cannot hold the model so, or if there is no tokenizer.
+    """
+
+    def __init__(self, spec: EngineSpec, server: Server) -> None:
+        layout, architecture = spec.recipe.rollout.layout, read_architecture(spec.model_directory)
+        held = spec.dtype, spec.device, spec.index, spec.quantization
+        manifests = [vllm_side.manifest(architecture, layout, rank, *held) for rank in range(layout.ranks)]
+        super().__init__(spec, server, manifests, VllmClient)
+        self._weights = VllmWeights(self._client.post, spec.name, manifests)
+        options = spec.recipe.rollout.vllm.model_extra or {}
+        self._sleeps = spec.device != "cpu" and bool(options.get("enable_sleep_mode"))
+        if not spec.keeps_weights:
+            self.lose_weights()
+
+    def body(self, request: Request, request_id: str) -> dict[str, Any]:
+        return generate_body(request, request_id, self.version, self._stops)
+
+    def answer(self, request: Request) -> VllmAnswer:
+        return VllmAnswer(request, self._fixed_version)
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def connect(self, plan: WeightPlan, destinations: Sequence[int], channel: Channel) -> None:
+        self._weights.connect(plan, destinations, channel)
+        self.oldest = 0
+
+    def pause_server(self) -> None:
+        self._client.post("/pause?mode=keep&clear_cache=false", {})
+
+    def open_update(self) -> None:
+        self._resume_memory(["weights"])
+
+    def receive_weights(self, version: int) -> None:
+        self._weights.receive(version)
+
+    def close_update(self) -> list[Mapping[str, int]]:
+        return self._weights.digests()
+
+    def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
+        return self._weights.bucket_digests(tensor, destinations)
+
+    def label_weights(self, version: int) -> None:
+        self._client.post("/update_weight_version", {"new_version": str(version)})
+        # In place, running requests use the cache. Otherwise their tokens are read anew, by the new weights.
+        if self._pause != "in_place" and "kv_cache" not in self._released:
+            self._client.post("/reset_prefix_cache?reset_running_requests=true", {})
+        self._client.post("/resume", {})
+        self._paused = False
+
+    def close_weights(self) -> None:
+        self._weights.close()
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def can_release(self) -> bool:
+        return self._sleeps  # on CPUs vLLM's sleep does nothing
+
+    def release_of_server(self, tags: Sequence[MemoryTag]) -> None:
+        if not self._paused:
+            self.pause_server()
+            self._paused = True
+        self._client.post("/sleep?level=2&mode=keep" if "weights" in tags else "/release_kv_cache_memory", {})
+
+    def resume_of_server(self, tags: Sequence[MemoryTag]) -> None:
+        self._client.post("/wake_up?" + "&".join(f"tags={tag}" for tag in tags), {})
+        if not self._released - set(tags):
+            self._paused = False  # vLLM resumes once all memory is back
