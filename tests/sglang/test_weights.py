@@ -31,7 +31,8 @@ from megagrpo.weights.transport.buckets import bucket_problems
 from megagrpo.weights.transport.choice import TransportName
 from megagrpo.weights.transport.disk import DiskFiles
 from megagrpo.weights.transport.ends import BucketSender
-from megagrpo.weights.transport.sglang import read_plan, serialize
+from megagrpo.weights.transport.loader import read_plan
+from megagrpo.weights.transport.sglang import serialize
 from tests.rollout_engines import generate
 from tests.rollout_engines import request as ask
 from tests.sglang.servers import AT_ONCE, BUCKET_BYTES, WAIT_SECONDS, Policy, Served, difference
@@ -303,4 +304,4 @@ def test_a_command_is_what_sglang_unpickles() -> None:
     named = pickle.loads(base64.b64decode(serialize([{"action": "digest"}, {"action": "plan"}])))
     texts = [b'{"action": "digest"}', b'{"action": "plan"}']
     assert [(name, bytes(data.numpy())) for name, data in named] == [("megagrpo command", text) for text in texts]
-    assert LOAD_FORMAT.rpartition(".")[0] == read_plan.__module__
+    assert LOAD_FORMAT.rpartition(".")[0] == serialize.__module__

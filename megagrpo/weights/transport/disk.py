@@ -136,11 +136,13 @@ class DiskSender:
 
 
 class DiskReceiver:
-    """The end of an engine, beside its server. Its ranks are these destinations of the plan. `loaded` is the directory
-    that the server has loaded."""
+    """The end of an engine, beside its server. Its ranks are these destinations of the plan. `load` makes the server load
+    a directory, and raises EngineError if it refuses. `loaded` is the directory that the server has loaded."""
 
-    def __init__(self, destinations: Sequence[int], rendezvous: Rendezvous, post: Post, name: str) -> None:
-        self._destinations, self._post = destinations, post
+    def __init__(
+        self, destinations: Sequence[int], rendezvous: Rendezvous, load: Callable[[Path], None], name: str
+    ) -> None:
+        self._destinations, self._load = destinations, load
         self._member = rendezvous.join(name)
         self._member.announce()
         self.loaded: Path | None = None
@@ -156,9 +158,8 @@ class DiskReceiver:
                     queue = f"destination {destination}"
                     kind, directory = self._member.next_message(queue, tuple[str, str], lambda: missing)
             self.loaded = Path(directory)
-            body = {"model_path": directory, "load_format": "auto", "flush_cache": False}
             with server_errors(f"{self._member.name}: {directory}"):
-                self._post("/update_weights_from_disk", body)
+                self._load(self.loaded)
 
 
 @contextmanager

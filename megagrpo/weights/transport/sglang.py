@@ -11,34 +11,33 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import json
 import logging
 import pickle
 import secrets
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import pydantic
 import torch
 
-from megagrpo.errors import REPORT, EngineError, MegagrpoError, ModelError, Problem, WeightSyncError, first_line
+from megagrpo.errors import REPORT, EngineError, ModelError, Problem, WeightSyncError, first_line
 from megagrpo.weights.boxes import Manifest, in_groups
 from megagrpo.weights.digest import combine, digests
 from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.plan import WeightPlan, require_own
 from megagrpo.weights.quantizing import dequantize
 from megagrpo.weights.transport import LOAD_FORMAT
-from megagrpo.weights.transport.choice import Channel, TransportName, open_receiver
+from megagrpo.weights.transport.choice import Channel, TransportName
 from megagrpo.weights.transport.disk import DiskReceiver, Post, server_errors
-from megagrpo.weights.transport.ends import BucketReceiver
-from megagrpo.weights.transport.rendezvous import PROBLEMS, Member, Rendezvous
-from megagrpo.weights.views import model_tensors, stored_tensors, torch_dtype
+from megagrpo.weights.transport.loader import Answer, Command, Loader, carry_out, plan_fields
+from megagrpo.weights.transport.rendezvous import Member
+from megagrpo.weights.views import torch_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -46,32 +45,6 @@ COMMAND = "megagrpo command"
 """Name of the tensors of a request: uint8, JSON of a Command."""
 COMMAND_BYTES_MAX = 2**30
 """A command may hold an engine rank's part of the plan."""
-
-Answer = Annotated[
-    dict[Literal["problems"], PROBLEMS] | dict[Literal["value"], dict[str, int] | dict[str, dict[str, int]] | None],
-    pydantic.Field(min_length=1),
-]
-"""A rank's answer: its problems; or a value: None, digests by tensor, or digests by bucket."""
-
-
-@dataclass(frozen=True)
-class Command:
-    """The command to one rank of a server. Only some actions use the fields from `transport` on."""
-
-    action: Literal["plan", "receive", "digest", "bucket_digests"]
-    name: str
-    """The rank's name."""
-    rendezvous: Rendezvous
-    answer: str
-    """The key in the rendezvous under which the answer is awaited."""
-    transport: TransportName = TransportName.DISK
-    bucket_bytes: int = 0
-    plan: str = ""
-    """A pickled WeightPlan, in base64."""
-    destination: int = 0
-    version: int = 0
-    tensor: str = ""
-    active: frozenset[int] = frozenset()
 
 
 # --- outside: one server's weights ------------------------------------------------------------------------------------
@@ -102,13 +75,10 @@ class ServerWeights:
         check_verifiable(self._info, self._name, channel.transport)
         self._bucket_bytes, self._member = channel.bucket_bytes, channel.rendezvous.join(f"actor of {self._name}")
         if has_our_loader(self._info):
-            parts = [
-                {"plan": base64.b64encode(pickle.dumps(plan.part_for_destination(its))).decode(), "destination": its}
-                for its in destinations
-            ]
+            parts = [plan_fields(plan, destination) for destination in destinations]
             self._ask("plan", parts, transport=channel.transport, bucket_bytes=channel.bucket_bytes)
         if channel.transport is TransportName.DISK:
-            self._disk = DiskReceiver(destinations, channel.rendezvous, self._post, self._name)
+            self._disk = DiskReceiver(destinations, channel.rendezvous, self._load, self._name)
 
     def receive(self, version: int) -> None:
         """Writes the weights of the open sync, while the training ranks send."""
@@ -134,6 +104,10 @@ class ServerWeights:
     def close(self) -> None:
         """Drops this process's end. May be called twice."""
         self._member = self._disk = None
+
+    def _load(self, directory: Path) -> None:
+        body = {"model_path": str(directory), "load_format": "auto", "flush_cache": False}
+        self._post("/update_weights_from_disk", body)
 
     def _ask(self, action: str, parts: Sequence[Mapping[str, Any]] = (), **fields: Any) -> list[Any]:
         """Returns the ranks' answers to a command, in order. `parts` has the fields that differ between ranks."""
@@ -254,13 +228,6 @@ def _parts(manifest: Manifest, part_bytes: int) -> Iterator[Manifest]:
 # --- inside SGLang's processes ----------------------------------------------------------------------------------------
 
 ATTRIBUTE = "_megagrpo_weights"
-CAUGHT = (MegagrpoError, OSError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError)
-"""The errors of a wrong command, model, plan or peer. An exception that leaves `load` ends the whole server."""
-
-PLAN_CLASSES = {
-    "megagrpo.weights.boxes": {"Box", "Fill", "Manifest", "Place", "Placement", "Storage", "Topology", "Transfer"},
-    "megagrpo.weights.plan": {"ListedTransfers", "WeightPlan"},
-}
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -292,19 +259,9 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
 
 
 def _carry_out(model: torch.nn.Module, command: Command) -> None:
-    rendezvous, state = command.rendezvous, getattr(model, ATTRIBUTE, None)
-    try:
-        if state is None or state.rendezvous != rendezvous:
-            if state is not None:
-                state.close()
-            state = _Loader(rendezvous, rendezvous.join(command.name), model)
-            setattr(model, ATTRIBUTE, state)
-        answer = {"value": state.do(command)}
-    except CAUGHT as error:
-        failure = (f"{command.name}: {command.action} weights", f"{type(error).__name__}: {error}", "", "")
-        reports = [astuple(problem) for problem in error.problems] if isinstance(error, MegagrpoError) else [failure]
-        answer = {"problems": reports}
-    if state is None or state.rendezvous != rendezvous:
+    state, answer = carry_out(SglangLoader, getattr(model, ATTRIBUTE, None), model, command)
+    setattr(model, ATTRIBUTE, state)
+    if state is None or state.rendezvous != command.rendezvous:
         logger.error("no rendezvous to answer in: %s", answer)
         return
     try:
@@ -313,84 +270,15 @@ def _carry_out(model: torch.nn.Module, command: Command) -> None:
         logger.error("%s", error)
 
 
-@dataclass
-class _Loader:
-    """The state of one scheduler process between commands: this rank's part of a plan, and the tensors that it writes.
+class SglangLoader(Loader):
+    """The state of one scheduler process. From disk, SGLang's own loader writes the tensors."""
 
-    `receiver` is None if SGLang's own loader writes them, from disk: then the plan only lists what to digest.
-    """
+    engine = "SGLang"
 
-    rendezvous: Rendezvous
-    member: Member
-    model: torch.nn.Module
-    manifest: Manifest | None = None
-    tensors: Mapping[str, torch.Tensor] | None = None
-    receiver: BucketReceiver | None = None
-
-    def do(self, command: Command) -> Any:
-        match command.action:
-            case "plan":
-                return self._connect(command)
-            case "receive":
-                self._in_place()
-                return self._buckets().receive(command.version)
-            case "digest":
-                manifest, tensors = self._in_place()
-                if self.receiver is not None:
-                    derive(self.model)
-                check_derived(self.model)
-                return digests(tensors, manifest.placements)
-            case "bucket_digests":
-                self._in_place()
-                return self._buckets().bucket_digests(command.tensor, command.active)
-
-    def close(self) -> None:
+    def derive(self) -> None:
         if self.receiver is not None:
-            self.receiver.close()
-        self.manifest = self.tensors = self.receiver = None
-
-    def _connect(self, command: Command) -> None:
-        self.close()
-        channel, destination = Channel(command.transport, self.rendezvous, command.bucket_bytes), command.destination
-        plan = read_plan(base64.b64decode(command.plan))
-        manifest = plan.destinations[destination]
-        tensors = stored_tensors(manifest, model_tensors(self.model, manifest))
-        if channel.transport is not TransportName.DISK:
-            self.receiver = open_receiver(channel, plan, destination, tensors)
-        self.manifest, self.tensors = manifest, tensors
-
-    def _in_place(self) -> tuple[Manifest, Mapping[str, torch.Tensor]]:
-        """Returns the manifest and the tensors. Raises ModelError if the model now uses other memory than these."""
-        if self.manifest is None or self.tensors is None:
-            raise ModelError(Problem(self.member.name, "no weight plan", "one, before weights come"))
-        used = model_tensors(self.model, self.manifest)
-        moved = [name for name, tensor in self.tensors.items() if used[name].data_ptr() != tensor.data_ptr()]
-        if moved:
-            where = f"{self.manifest.holder}: {moved[0]}"
-            raise ModelError(Problem(where, "SGLang has put it elsewhere since", "the same memory always"))
-        return self.manifest, self.tensors
-
-    def _buckets(self) -> BucketReceiver:
-        if self.receiver is None:
-            raise ModelError(Problem(self.member.name, "weights from disk", "a transport of buckets"))
-        return self.receiver
-
-
-def read_plan(data: bytes) -> WeightPlan:
-    """Returns a pickled plan. Raises pickle.UnpicklingError for anything else."""
-    plan = _PlanReader(io.BytesIO(data)).load()
-    if not isinstance(plan, WeightPlan):
-        raise pickle.UnpicklingError(f"a weight plan is needed, not {type(plan).__name__}")
-    return plan
-
-
-class _PlanReader(pickle.Unpickler):
-    """An unpickler of plans only. They come over HTTP: a pickle from elsewhere must not run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in PLAN_CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of a weight plan")
-        return super().find_class(module, name)
+            derive(self.model)
+        check_derived(self.model)
 
 
 def derive(model: torch.nn.Module) -> None:

@@ -1,0 +1,128 @@
+"""The manifest of one rank of a vLLM engine, under vLLM's own parameter names (0.32.0).
+
+Read from vllm/model_executor/models and vllm/model_executor/layers, and compared with running engines (tests/vllm). vLLM
+names and cuts parameters as SGLang does on GPUs (sides/sglang.py), so parts of layers describe themselves to the same
+LayerOnEngine; families/vllm_classes.py has the differences. A vocabulary is padded to a multiple of 64, which the
+tensor ranks must divide. Nothing else is padded, also on CPUs: there rollout/vllm/cpu_layers.py keeps parameters as
+they are loaded. Experts and their biases are one parameter each, in the model's dtype.
+
+Latent attention: vLLM derives W_UK_T and W_UV from kv_b_proj. The weight loader makes them anew
+(transport/vllm.py), so they are not described here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megagrpo.errors import ModelError, Problem
+from megagrpo.weights.boxes import Manifest
+from megagrpo.weights.families import renamed
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.parts.delta_net import DeltaNet
+from megagrpo.weights.families.parts.latent_attention import LatentAttention
+from megagrpo.weights.families.sglang_classes import SglangClass
+from megagrpo.weights.families.vllm_classes import CLASSES, OTHER_ENGINES
+from megagrpo.weights.sides.assembly import ManifestBuilder, tensors_by_role
+from megagrpo.weights.sides.sglang import VOCABULARY_MULTIPLE, EngineSizes, LayerOnEngine
+
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of heads that vLLM's kernel of attention has on CPUs."""
+CPU_LATENTS = (512, 64)
+"""kv_lora_rank and qk_rope_head_dim of its kernel of latent attention there."""
+BIASES = (".w13_bias", ".w2_bias")
+
+
+@dataclass(frozen=True)
+class LayerOnVllm(LayerOnEngine):
+    """Tensor rank `rank`."""
+
+    @property
+    def sglang(self) -> SglangClass:
+        return CLASSES[self.arch.family]
+
+
+def manifest(
+    arch: Architecture,
+    layout: EngineSizes,
+    rank: int,
+    dtype: str,
+    device: str,
+    engine: int = 0,
+    quantization: str | None = None,
+) -> Manifest:
+    """Returns the manifest of tensor rank `rank`, with the names of the model's `named_parameters()` as storages.
+
+    `device` is cpu or cuda. Raises ModelError if vLLM cannot hold the model in this way.
+    """
+    if problems := split_problems(arch, layout, device, quantization):
+        raise ModelError(problems)
+    builder, model = ManifestBuilder(f"engine {engine} rank {rank}", dtype), tensors_by_role(arch)
+    of_rank = LayerOnVllm(arch, layout, rank, "cuda", builder)  # MLPs are not padded, as on GPUs
+    of_rank.add_vocabulary(model.roles["embedding"])
+    for layer, tensors in zip(arch.layers, model.layers, strict=True):
+        layer.on_sglang(of_rank, tensors)
+    builder.whole(model.roles["final_norm"].name, model.roles["final_norm"])
+    if not arch.tied_embeddings:
+        of_rank.add_vocabulary(model.roles["head"])
+    held = builder.build().renamed(lambda name: renamed(name, CLASSES[arch.family].renamed))
+    storages = {
+        name: replace(its, dtype=dtype) if name.endswith(BIASES) else its for name, its in held.storages.items()
+    }
+    return replace(held, storages=storages)
+
+
+def split_problems(
+    arch: Architecture, layout: EngineSizes, device: str, quantization: str | None = None
+) -> list[Problem]:
+    """Returns the reasons why an engine of these sizes cannot hold the model."""
+    on_vllm = f"{arch.family} on vLLM"
+    if arch.family not in CLASSES:
+        return [Problem(on_vllm, "a family that was not compared with it", f"one of {', '.join(CLASSES)}", OTHER_ENGINES)]
+    of_class = CLASSES[arch.family]
+    given = ((gap, gap.given(arch)) for gap in of_class.gaps)
+    if gaps := [(gap, value) for gap, value in given if value is not None]:
+        return [Problem(f"{on_vllm}: {gap.key}", str(value), gap.needed, gap.fix) for gap, value in gaps]
+    if device == "cpu" and (problems := _cpu_problems(arch, of_class)):
+        return problems
+    if arch.value_head:
+        return [Problem(on_vllm, "a value head", "a model with logits")]
+    where = f"{arch.family} over tensor = {layout.tensor}"
+    problems = []
+    if quantization is not None:
+        needed = "no quantization: updates of quantised weights in vLLM were not written"
+        problems.append(Problem(on_vllm, quantization, needed, OTHER_ENGINES))
+    for name in ("pipeline", "expert", "attention_data"):
+        if (size := getattr(layout, name)) > 1:
+            problems.append(Problem(where, f"{name} = {size}", "1: with vLLM only tensor parallelism was compared"))
+    if problems:
+        return problems
+    if layout.tensor > 1 and not of_class.stages:
+        problems.append(Problem(where, "several ranks", "tensor = 1: only that was compared for this class of vLLM's"))
+    padded = -(-arch.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    if padded % layout.tensor:
+        problems.append(Problem(where, f"{padded} rows of the padded vocabulary", f"a multiple of {layout.tensor}"))
+    if arch.tied_embeddings and of_class.ties == "never":
+        problems.append(Problem(where, "tied embeddings", "a head of its own: vLLM's class does not tie them"))
+    parts = dict.fromkeys(part for kind in arch.kinds for part in (kind.attention, kind.mlp))
+    return problems + [Problem(where, *unmet) for part in parts for unmet in part.unmet_on_sglang(layout, "cuda")]
+
+
+def _cpu_problems(arch: Architecture, of_class: SglangClass) -> list[Problem]:
+    """Returns what vLLM's kernels for CPUs lack of the model."""
+    where = f"{arch.family} on vLLM on CPUs"
+    if not of_class.on_cpus:
+        return [Problem(where, "its routers", "GPUs: vLLM's router for CPUs ignores their bias", OTHER_ENGINES)]
+    problems = []
+    for attention in dict.fromkeys(kind.attention for kind in arch.kinds):
+        if isinstance(attention, DeltaNet):
+            needed = "a GPU: on CPUs its kernels pack their convolutions"
+            problems.append(Problem(where, "a gated delta net", needed, OTHER_ENGINES))
+        elif isinstance(attention, LatentAttention):
+            if (attention.key_value_rank, attention.rotary_dim) != CPU_LATENTS:
+                sizes = f"{attention.key_value_rank} and {attention.rotary_dim}"
+                needed = "512 and 64, which its kernel has"
+                problems.append(Problem(f"{where}: kv_lora_rank, qk_rope_head_dim", sizes, needed, OTHER_ENGINES))
+        elif attention.head_dim not in CPU_HEADS:
+            needed = f"one of {', '.join(map(str, CPU_HEADS))}"
+            problems.append(Problem(f"{where}: head_dim", str(attention.head_dim), needed, OTHER_ENGINES))
+    return problems

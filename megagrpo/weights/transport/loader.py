@@ -1,0 +1,182 @@
+"""The code of weight syncs inside an engine's ranks, whatever the engine: commands come, weights arrive in place.
+
+An engine's own module (sglang.py, vllm.py) brings commands here and answers back, and derives what its engine makes of
+weights. It runs in the engine's environment: standard library, numpy, torch and pydantic alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import pydantic
+import torch
+
+from megagrpo.errors import MegagrpoError, ModelError, Problem
+from megagrpo.weights.boxes import Manifest
+from megagrpo.weights.digest import digests
+from megagrpo.weights.files.loading import load_files
+from megagrpo.weights.plan import WeightPlan
+from megagrpo.weights.transport.choice import Channel, TransportName, open_receiver
+from megagrpo.weights.transport.ends import BucketReceiver
+from megagrpo.weights.transport.rendezvous import PROBLEMS, Member, Rendezvous
+from megagrpo.weights.views import model_tensors, stored_tensors
+
+Answer = Annotated[
+    dict[Literal["problems"], PROBLEMS] | dict[Literal["value"], dict[str, int] | dict[str, dict[str, int]] | None],
+    pydantic.Field(min_length=1),
+]
+"""A rank's answer: its problems; or a value: None, digests by tensor, or digests by bucket."""
+
+CAUGHT = (MegagrpoError, OSError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError)
+"""The errors of a wrong command, model, plan or peer. An exception that leaves a rank's code ends the whole server."""
+
+PLAN_CLASSES = {
+    "megagrpo.weights.boxes": {"Box", "Fill", "Manifest", "Place", "Placement", "Storage", "Topology", "Transfer"},
+    "megagrpo.weights.plan": {"ListedTransfers", "WeightPlan"},
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """The command to one rank of a server. Only some actions use the fields from `transport` on."""
+
+    action: Literal["plan", "receive", "load", "digest", "bucket_digests"]
+    name: str
+    """The rank's name."""
+    rendezvous: Rendezvous
+    answer: str = ""
+    """The key in the rendezvous under which the answer is awaited, where the request itself returns none."""
+    transport: TransportName = TransportName.DISK
+    bucket_bytes: int = 0
+    plan: str = ""
+    """A pickled WeightPlan, in base64."""
+    destination: int = 0
+    version: int = 0
+    directory: str = ""
+    tensor: str = ""
+    active: frozenset[int] = frozenset()
+
+
+def plan_fields(plan: WeightPlan, destination: int) -> dict[str, Any]:
+    """Returns the fields of a command that brings a rank its part of the plan."""
+    return {
+        "plan": base64.b64encode(pickle.dumps(plan.part_for_destination(destination))).decode(),
+        "destination": destination,
+    }
+
+
+@dataclass
+class Loader(ABC):
+    """The state of one rank's process between commands: its part of a plan, and the tensors that it writes.
+
+    `receiver` is None if weights come from disk: then the plan only lists what to load or to digest.
+    """
+
+    rendezvous: Rendezvous
+    member: Member
+    model: torch.nn.Module
+    manifest: Manifest | None = None
+    tensors: Mapping[str, torch.Tensor] | None = None
+    receiver: BucketReceiver | None = None
+
+    engine: ClassVar[str]
+    """The engine's name in errors."""
+
+    @abstractmethod
+    def derive(self) -> None:
+        """Makes anew, or checks, what the engine derives from weights. Raises ModelError."""
+
+    def held(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+        """Returns the model's weights by name."""
+        return model_tensors(self.model, manifest)
+
+    def do(self, command: Command) -> Any:
+        match command.action:
+            case "plan":
+                return self._connect(command)
+            case "receive":
+                self._in_place()
+                return self._buckets().receive(command.version)
+            case "load":
+                return load_files(Path(command.directory), *self._in_place())
+            case "digest":
+                manifest, tensors = self._in_place()
+                self.derive()
+                return digests(tensors, manifest.placements)
+            case "bucket_digests":
+                self._in_place()
+                return self._buckets().bucket_digests(command.tensor, command.active)
+
+    def close(self) -> None:
+        if self.receiver is not None:
+            self.receiver.close()
+        self.manifest = self.tensors = self.receiver = None
+
+    def _connect(self, command: Command) -> None:
+        self.close()
+        channel, destination = Channel(command.transport, self.rendezvous, command.bucket_bytes), command.destination
+        plan = read_plan(base64.b64decode(command.plan))
+        manifest = plan.destinations[destination]
+        tensors = stored_tensors(manifest, self.held(manifest))
+        if channel.transport is not TransportName.DISK:
+            self.receiver = open_receiver(channel, plan, destination, tensors)
+        self.manifest, self.tensors = manifest, tensors
+
+    def _in_place(self) -> tuple[Manifest, Mapping[str, torch.Tensor]]:
+        """Returns the manifest and the tensors. Raises ModelError if the model now uses other memory than these."""
+        if self.manifest is None or self.tensors is None:
+            raise ModelError(Problem(self.member.name, "no weight plan", "one, before weights come"))
+        used = self.held(self.manifest)
+        moved = [name for name, tensor in self.tensors.items() if used[name].data_ptr() != tensor.data_ptr()]
+        if moved:
+            where = f"{self.manifest.holder}: {moved[0]}"
+            raise ModelError(Problem(where, f"{self.engine} has put it elsewhere since", "the same memory always"))
+        return self.manifest, self.tensors
+
+    def _buckets(self) -> BucketReceiver:
+        if self.receiver is None:
+            raise ModelError(Problem(self.member.name, "weights from disk", "a transport of buckets"))
+        return self.receiver
+
+
+def carry_out(
+    kind: type[Loader], state: Loader | None, model: torch.nn.Module, command: Command
+) -> tuple[Loader | None, dict[str, Any]]:
+    """Carries out a command, and returns the rank's state afterwards and its answer: a value, or problems.
+
+    A command with another rendezvous, of a new run, begins with a state of its own.
+    """
+    try:
+        if state is None or state.rendezvous != command.rendezvous:
+            if state is not None:
+                state.close()
+            state = kind(command.rendezvous, command.rendezvous.join(command.name), model)
+        return state, {"value": state.do(command)}
+    except CAUGHT as error:
+        failure = (f"{command.name}: {command.action} weights", f"{type(error).__name__}: {error}", "", "")
+        reports = [astuple(problem) for problem in error.problems] if isinstance(error, MegagrpoError) else [failure]
+        return state, {"problems": reports}
+
+
+def read_plan(data: bytes) -> WeightPlan:
+    """Returns a pickled plan. Raises pickle.UnpicklingError for anything else."""
+    plan = _PlanReader(io.BytesIO(data)).load()
+    if not isinstance(plan, WeightPlan):
+        raise pickle.UnpicklingError(f"a weight plan is needed, not {type(plan).__name__}")
+    return plan
+
+
+class _PlanReader(pickle.Unpickler):
+    """An unpickler of plans only. They come over HTTP: a pickle from elsewhere must not run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in PLAN_CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of a weight plan")
+        return super().find_class(module, name)
