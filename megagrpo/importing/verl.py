@@ -378,7 +378,10 @@ def recompute(value: Any, options: Options) -> Answer:
 
 
 def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
-    more: dict[str, tuple[Any, str]] = {"cluster.device": ("cuda", "verl runs on GPUs")}
+    more: dict[str, tuple[Any, str]] = {
+        "cluster.device": ("cuda", "verl runs on GPUs"),
+        "rollout.engine": ("vllm", "what samples on GPUs"),
+    }
     if fields.get("rollout.engine") == "sglang":
         more["rollout.sglang.enable_memory_saver"] = (True, "engines give their memory back while training")
     if "reward.functions" not in fields:
