@@ -32,7 +32,7 @@ settings.register_profile("new_examples", settings.get_profile("same_examples"),
 settings.load_profile("same_examples")
 
 # The longest starts come first, and the files of unit tests fill up the workers' last minute.
-FOLDERS = ("chaos", "loop", "sglang", "slurm", "gpu", "distributed", "agents", "unit")
+FOLDERS = ("chaos", "loop", "sglang", "vllm", "slurm", "gpu", "distributed", "agents", "unit")
 AROUND_ONE_RUN = [
     f"test_{about}" for about in ("evaluate", "lost_ranks", "replay", "resume", "schedules", "sft", "train")
 ]

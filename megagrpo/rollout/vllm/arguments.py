@@ -179,5 +179,11 @@ def start_server(spec: ServerSpec) -> Server:
     if spec.node is not None:
         fix = "fewer devices in rollout.layout, or engine: sglang"
         raise EngineError(Problem(spec.name, f"vLLM on {spec.node.nodes} nodes", "one node for each engine", fix))
-    more = {"log": spec.log, "python": interpreter(spec.settings), "environment": server_environment(spec)}
-    return Server(PROGRAM, server_arguments(spec), name=spec.name, **more)
+    return Server(
+        PROGRAM,
+        server_arguments(spec),
+        name=spec.name,
+        log=spec.log,
+        python=interpreter(spec.settings),
+        environment=server_environment(spec),
+    )

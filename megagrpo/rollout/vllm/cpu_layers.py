@@ -74,7 +74,9 @@ def compute_experts(
             continue
         token, choice = (topk_ids == expert).nonzero(as_tuple=True)
         inner = linear(hidden_states[token], w1[here], None if kernel.w1_bias is None else kernel.w1_bias[here])
-        own = linear(activated(inner, activation.value), w2[here], None if kernel.w2_bias is None else kernel.w2_bias[here])
+        own = linear(
+            activated(inner, activation.value), w2[here], None if kernel.w2_bias is None else kernel.w2_bias[here]
+        )
         factor = 1.0 if apply_router_weight_on_input else topk_weights[token, choice, None].float()
         total.index_add_(0, token, own.float() * factor)
     output.copy_(total)

@@ -13,6 +13,7 @@ Changes of vLLM 0.32. None changes how a model computes.
     tell_versions         the outputs of running requests     only a stream's last part tells its weight versions
     On CPUs:
     fork_processes        multiprocessing                     a spawned process imports vLLM for ten seconds
+    rest_while_waiting    messages in shared memory           a reader takes a core for a second after each
     cpu_layers.CHANGES    linear layers and experts           they drop their weights once these are packed
 """
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from megagrpo.rollout.launching import Changes
 
 DEVICE_VARIABLE = "MEGAGRPO_VLLM_DEVICE"
+LOOK_MILLISECONDS = 2
 PACKAGE = Path(__file__).resolve().parents[2]
 
 
@@ -61,7 +63,11 @@ def changes() -> Changes:
         return everywhere
     from megagrpo.rollout.vllm.cpu_layers import CHANGES
 
-    return {**everywhere, "vllm.platforms.cpu": fork_processes, **CHANGES}
+    of_cpus: Changes = {
+        "vllm.platforms.cpu": fork_processes,
+        "vllm.distributed.device_communicators.shm_broadcast": rest_while_waiting,
+    }
+    return {**everywhere, **of_cpus, **CHANGES}
 
 
 def guard_every_path(authenticate: Any) -> None:
@@ -82,6 +88,20 @@ def fork_processes(platform: Any) -> None:
 
     cpu.check_and_update_config = classmethod(check_and_fork)
     os.register_at_fork(after_in_child=end_with_parent)
+
+
+def rest_while_waiting(shm_broadcast: Any) -> None:
+    """Lets a process sleep while it waits for another one's message: training ranks, or other engines, need its core.
+    By default it asks again and again until a second has passed. Some notes of messages are lost: it looks in between.
+    """
+    condition = shm_broadcast.SpinCondition
+    condition.__init__.__defaults__ = (0.0,)
+    wait = condition.wait
+
+    def wait_and_look(self: Any, timeout_ms: int | None = None) -> None:
+        wait(self, LOOK_MILLISECONDS if timeout_ms is None else min(timeout_ms, LOOK_MILLISECONDS))
+
+    condition.wait = wait_and_look
 
 
 def tell_versions(output_processor: Any) -> None:

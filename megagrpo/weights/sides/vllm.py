@@ -77,7 +77,9 @@ def split_problems(
     """Returns the reasons why an engine of these sizes cannot hold the model."""
     on_vllm = f"{arch.family} on vLLM"
     if arch.family not in CLASSES:
-        return [Problem(on_vllm, "a family that was not compared with it", f"one of {', '.join(CLASSES)}", OTHER_ENGINES)]
+        return [
+            Problem(on_vllm, "a family that was not compared with it", f"one of {', '.join(CLASSES)}", OTHER_ENGINES)
+        ]
     of_class = CLASSES[arch.family]
     given = ((gap, gap.given(arch)) for gap in of_class.gaps)
     if gaps := [(gap, value) for gap, value in given if value is not None]:

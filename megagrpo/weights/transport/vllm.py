@@ -103,7 +103,9 @@ class VllmWeights:
             needed = "the answers of megagrpo's extension: the same megagrpo in the server as here"
             raise EngineError(Problem(f"{self._name}: {action}", brief(results), needed)) from error
         if len(answers) != len(commands):
-            raise EngineError(Problem(f"{self._name}: {action}", f"{len(answers)} ranks", f"{len(commands)}, as planned"))
+            raise EngineError(
+                Problem(f"{self._name}: {action}", f"{len(answers)} ranks", f"{len(commands)}, as planned")
+            )
         if problems := [Problem(*problem) for answer in answers for problem in answer.get("problems", ())]:
             raise WeightSyncError(problems)
         return [answer["value"] for answer in answers]
