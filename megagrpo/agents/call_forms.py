@@ -103,6 +103,17 @@ def objects(section: str, tools: Tools) -> Iterator[Any]:
     yield {**json.loads(section), "id": None}
 
 
+def mistral(section: str, tools: Tools) -> Iterator[Any]:
+    """Reads [{"name": ..., "arguments": {...}, "id": ...}], or NAME[CALL_ID]ID[ARGS]{...}; both with or without ids."""
+    if section.lstrip().startswith("["):
+        for one in json.loads(section):
+            yield {**one, "id": one["id"] if isinstance(one.get("id"), str) else None}
+        return
+    head, _, given = section.partition("[ARGS]")
+    name, _, identity = head.partition("[CALL_ID]")
+    yield {"name": name.strip(), "arguments": json.loads(given), "id": identity or None}
+
+
 def tags(call: tuple[str, str], argument: tuple[str, str] | None = None) -> Read:
     """Makes a reader of calls between marks, regular expressions. The first of `call` finds the tool's name or the
     call's id; the first of `argument` an argument's name. No `argument`: arguments are a JSON object."""
@@ -163,8 +174,8 @@ def _value(text: str, schema: Any) -> Any:
 
 
 def python(section: str, tools: Tools) -> Iterator[Any]:
-    """Reads NAME(k="v", n=1), a call a line, with JSON's or Python's values. An argument's name may be a word of
-    Python's own, such as `from`."""
+    """Reads NAME(k="v", n=1), a call a line or in a list, with JSON's or Python's values. An argument's name may be a
+    word of Python's own, such as `from`."""
 
     def word(found: re.Match[str]) -> str:
         text, of_json, own = found.groups()
@@ -172,8 +183,8 @@ def python(section: str, tools: Tools) -> Iterator[Any]:
 
     with warnings.catch_warnings(action="ignore"):  # of escapes that only JSON has
         lines = ast.parse(WORDS.sub(word, section.strip())).body
-    for line in lines:
-        one = line.value if isinstance(line, ast.Expr) else line
+    values = [line.value if isinstance(line, ast.Expr) else line for line in lines]
+    for one in (each for value in values for each in (value.elts if isinstance(value, ast.List) else [value])):
         if not isinstance(one, ast.Call) or one.args:
             raise ValueError(section)
         given = {str(each.arg).removesuffix("__"): ast.literal_eval(each.value) for each in one.keywords}
@@ -181,6 +192,7 @@ def python(section: str, tools: Tools) -> Iterator[Any]:
 
 
 _HEAD = r"(?:(?!<\|message\|>).){0,200}?"  # of a message in a channel: bounded, so that garbage is refused soon
+_CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")  # DeepSeek's
 FORMS: Mapping[str, Form] = {
     "hermes": Form("<tool_call>", "</tool_call>", objects),
     "glm45": Form(
@@ -214,5 +226,15 @@ FORMS: Mapping[str, Form] = {
         tags((rf"{_HEAD}\bto=([^\s<]+){_HEAD}<\|message\|>", r"(?:<\|(?:end|call|return)\|>|\Z)")),
     ),
     "olmo3": Form("<function_calls>", "</function_calls>", python),
+    "pythonic": Form(r"(?:<\|\w+_start\|>)?(?=\[\w[\w.]*\((?:\w+\s*=|\)))", r"<\|\w+_end\|>|\Z", python),
+    "mistral": Form(r"\[TOOL_CALLS\]", r"(?=\[TOOL_CALLS\])", mistral),
+    "deepseekv3": Form(
+        _CALLS[0],
+        _CALLS[1],
+        tags((r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(.*?)\n```json\n", r"\n```\s*<｜tool▁call▁end｜>")),
+    ),
+    "deepseekv31": Form(
+        _CALLS[0], _CALLS[1], tags(("<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>", "<｜tool▁call▁end｜>"))
+    ),
 }
 """By the names that SGLang has for them, where it has one. glm45 reads glm47's calls too."""

@@ -7,6 +7,7 @@ with the conversation, and no token of an earlier turn is rendered or encoded ag
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,11 @@ class Chat:
         self._stops = {token: self.text([token]) for token in self.stop_tokens}
         written = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
         self._plain = {token for token in self.stop_tokens if token not in written}
+        self._as_text = False
+        asked = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+        if not _rendered(self, asked, [TOOL]):
+            self._as_text = True  # DeepSeek's templates join arguments with text
+            self._as_text = bool(_rendered(self, asked, [TOOL]))
         self.facts = _facts(self)
 
     def render(self, messages: Sequence[Message], tools: Tools = (), *, prompt: bool = True) -> str:
@@ -93,6 +99,8 @@ class Chat:
             {**message, "thinking": message["reasoning_content"]} if "reasoning_content" in message else message
             for message in messages
         ]  # some templates read a thought by this name
+        if self._as_text:
+            named = [_with_text(message) for message in named]
         return str(
             self.tokenizer.apply_chat_template(
                 named, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt,
@@ -206,6 +214,17 @@ def _facts(chat: Chat) -> Facts:
         several_calls=MARK in both and END in both,
         refused=refused,
     )
+
+
+def _with_text(message: Message) -> Message:
+    """Returns the message with its calls' arguments as text, JSON."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        call(one["id"], one["function"]["name"], json.dumps(one["function"]["arguments"], ensure_ascii=False))
+        for one in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def _rendered(chat: Chat, messages: Sequence[Message], tools: Tools = ()) -> str:

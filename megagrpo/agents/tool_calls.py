@@ -56,15 +56,12 @@ class ParsedAnswer:
 
 def parser_of(name: str, chat: Chat) -> Parser | None:
     """Returns the parser that agent.parser names. `auto`: the one that reads the chat template's calls, None
-    if it writes no call, or in a way that no parser is known for. Raises RecipeError if there is none of the name."""
-    installed = importlib.util.find_spec("sglang") is not None
+    if it writes no call, or in a form that is not known here. Raises RecipeError if there is none of the name."""
     if name == "auto":
-        name = style_of(chat)
-        if not name or not (name in BUILT_IN or installed):
-            return None
+        return BUILT_IN.get(style_of(chat))
     if name in BUILT_IN:
         return BUILT_IN[name]
-    if not installed:
+    if importlib.util.find_spec("sglang") is None:
         fix = "install SGLang (the extra sglang), or take one of megagrpo's own"
         raise RecipeError(Problem("agent.parser", f"{name}, without SGLang", f"auto, {', '.join(BUILT_IN)}", fix))
     from sglang.srt.function_call.function_call_parser import FunctionCallParser

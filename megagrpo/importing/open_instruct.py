@@ -139,7 +139,7 @@ def tracking(value: Any, options: Options) -> Answer:
 def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
     longest = options.whole("max_prompt_token_length") + options.whole("response_length")
     more: dict[str, tuple[Any, str]] = {
-        "rollout.engine": ("sglang", "engines are SGLang's"),
+        "rollout.engine": ("vllm", "engines are vLLM's in both"),
         "cluster.device": ("cuda", "it runs on GPUs"),
         "train.tokens_per_microbatch": (
             max(longest, options.whole("pack_length")),
@@ -150,7 +150,7 @@ def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any,
         more["eval.temperature"] = (options.number("temperature"), "evaluation samples as training does")
     more["train.optimizer.beta2"] = (0.999, "torch's default of AdamW")
     if colocated(options):
-        more["rollout.sglang.enable_memory_saver"] = (True, "engines give their memory back while training")
+        more["rollout.vllm.enable_sleep_mode"] = (True, "engines give their memory back while training")
     else:
         more["cluster.placement"] = ("disaggregated", "engines have GPUs of their own")
     return more

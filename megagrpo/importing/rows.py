@@ -25,7 +25,7 @@ names the option, or its value is not known."""
 
 @dataclass(frozen=True)
 class Write:
-    """Fields of the recipe, by dotted paths; `*` in one stands for the option's last name. note: how they differ from
+    """Fields of the recipe, by dotted paths; `*` in one stands for what the row's `*` does. note: how they differ from
     what the option means there. source: their origin, if not this option alone."""
 
     fields: Mapping[str, Any]
@@ -86,7 +86,7 @@ class Row:
     page_note: str = ""
     """The difference, for pages."""
     to: str = ""
-    """The recipe's field that is written, by its dotted path; `*` in it stands for the option's last name."""
+    """The recipe's field that is written, by its dotted path; `*` in it stands for what the row's `*` does."""
     shown: str = ""
     """The field that pages name, if it is not `to`."""
     type: str = ""

@@ -14,8 +14,11 @@ import pydantic
 from megagrpo.importing.options import Given, NotKnownError, Options, run_name
 from megagrpo.importing.rows import ABSENT, Answer, Kind, Missing, Row, Table, Together, Unknown, Write, read_table
 from megagrpo.importing.shell_words import UNKNOWN, Word
-from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema import Recipe, SglangConfig, VllmConfig
 from megagrpo.section import tree_of
+
+SERVERS: Mapping[str, SglangConfig | VllmConfig] = {"sglang": SglangConfig(), "vllm": VllmConfig()}
+"""Sections of `rollout` that take any argument of a server, without arguments."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,13 @@ class Framework:
         return read_table(Path(__file__).with_name(f"{self.name}.yaml"), vars(self.module))
 
     def row(self, option: str) -> Row | None:
-        if option in self.table:
-            return self.table[option]
+        return self.table.get(self.pattern(option))
+
+    def pattern(self, option: str) -> str:
+        """Returns the key of the option's row in the table: its name or a pattern; "" if it has none."""
         ends = [at + 1 for at, character in enumerate(option) if character in "._"]
         patterns = [f"{option[:end]}*" for end in reversed(ends)] + [f"*.{option.rpartition('.')[2]}"]
-        return next((self.table[pattern] for pattern in patterns if pattern in self.table), None)
+        return next((one for one in (option, *patterns) if one in self.table), "")
 
 
 @dataclass(frozen=True)
@@ -164,10 +169,20 @@ def answer_of(framework: Framework, options: Options, option: str) -> Answer:
         return Unknown(str(error))
     except ZeroDivisionError:
         return Missing("an option that it is divided by is 0")
-    if isinstance(answer, Write):
-        last = option.rpartition(".")[2]
-        return replace(answer, fields={path.replace("*", last): value for path, value in answer.fields.items()})
-    return answer
+    if not isinstance(answer, Write) or not any("*" in path for path in answer.fields):
+        return answer
+    rest = option.removeprefix(framework.pattern(option).rstrip("*"))
+    fields = {path.replace("*", rest): value for path, value in answer.fields.items()}
+    owners = [owner for path in fields if (owner := owner_of(path))]
+    return Missing(owners[0]) if owners else replace(answer, fields=fields)
+
+
+def owner_of(path: str) -> str:
+    """Returns what decides an argument of servers in the recipe's place; "" if the recipe may give it."""
+    rollout, section, name, *_ = [*path.split("."), "", ""]
+    settings = SERVERS.get(section) if rollout == "rollout" else None
+    owner = settings.engine_kind.owned.get(name, "") if settings else ""
+    return owner.removeprefix("nothing: ") if owner.startswith("nothing") else owner and f"{owner} decides it"
 
 
 def _outcome(given: Given, answer: Answer, kept: Mapping[str, Any]) -> Outcome:

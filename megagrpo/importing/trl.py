@@ -151,10 +151,11 @@ def tracking(value: Any, _: Options) -> Answer:
 
 def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
     longest = 1024 + options.whole("max_completion_length")
+    saver = "vllm.enable_sleep_mode" if options.true("use_vllm") else "sglang.enable_memory_saver"
+    apart = fields.get("cluster.placement") == "disaggregated"
     return {
         "cluster.device": ("cuda", "it runs on GPUs"),
-        "rollout.engine": ("sglang", "what samples on GPUs"),
-        "rollout.sglang.enable_memory_saver": (True, "engines give their memory back while training"),
+        **({} if apart else {f"rollout.{saver}": (True, "engines give their memory back while training")}),
         "train.tokens_per_microbatch": microbatches(longest),
         "data.prompt_tokens_max": (1024, "no limit there; choose one"),
         "data.train": ([{"path": "data/train.parquet"}], "a place for your data: prompts with ground truths"),

@@ -23,6 +23,8 @@ REWARDS: dict[str, list[dict[str, Any]]] = {
 }
 """Functions that verl's default_compute_score chooses by a row's data_source, except for programs and images."""
 ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+ENGINES_HERE = {"sglang": "sglang", "hf": "transformers"}
+"""Engines that sample, by verl's name; all others become vLLM."""
 ENGINES = {"megatron": "constant", "veomni": "cosine", "torchtitan": "linear", "fsdp": "constant"}
 """verl's training engines, each with its schedule if none is given."""
 SCHEDULES = ("lr_scheduler_type", "lr_decay_style", "decay_type", "warmup_style")
@@ -185,14 +187,28 @@ def nodes(value: Any, options: Options) -> Answer:
     return Write(layout.fields, note, source)
 
 
+def sampled_by(options: Options) -> str:
+    """Returns the engine that samples, by its name here."""
+    return ENGINES_HERE.get(str(options[f"{ROLLOUT}.name"]), "vllm")
+
+
 def engine(value: Any, options: Options) -> Answer:
     name = text(value)
-    if name == "hf":
-        return Write({"rollout.engine": "transformers"})
-    note = (
-        "" if name == "sglang" else f"verl samples with {name}; here SGLang does: give its arguments in rollout.sglang"
-    )
-    return Write({"rollout.engine": "sglang"}, note)
+    there = f"verl samples with {name}; here vLLM does: give its arguments in rollout.vllm"
+    return Write({"rollout.engine": sampled_by(options)}, "" if name in ("vllm", *ENGINES_HERE) else there)
+
+
+def memory_share(value: Any, options: Options) -> Answer:
+    share = float(number(value))
+    if sampled_by(options) == "vllm":
+        return Write({"rollout.vllm.gpu_memory_utilization": share})
+    note = "SGLang's share is of weights and keys and values together; lower it if `megagrpo plan` says it does not fit"
+    return Write({"rollout.sglang.mem_fraction_static": share}, note)
+
+
+def eager(_: Any, options: Options) -> Answer:
+    name = "vllm.enforce_eager" if sampled_by(options) == "vllm" else "sglang.disable_cuda_graph"
+    return Write({f"rollout.{name}": True})
 
 
 def train_files(value: Any, options: Options) -> Answer:
@@ -364,9 +380,11 @@ def recompute(value: Any, options: Options) -> Answer:
 
 
 def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
-    more: dict[str, tuple[Any, str]] = {"cluster.device": ("cuda", "verl runs on GPUs")}
-    if fields.get("rollout.engine", "sglang") == "sglang":
-        more["rollout.engine"] = ("sglang", "what samples on GPUs")
+    more: dict[str, tuple[Any, str]] = {
+        "cluster.device": ("cuda", "verl runs on GPUs"),
+        "rollout.engine": ("vllm", "what samples on GPUs"),
+    }
+    if fields.get("rollout.engine") == "sglang":
         more["rollout.sglang.enable_memory_saver"] = (True, "engines give their memory back while training")
     if "reward.functions" not in fields:
         more["reward.by_source"] = (REWARDS, "what verl's default_compute_score chooses by data_source")

@@ -220,7 +220,7 @@ def _check_template(checks: AgentChecks, recipe: Recipe, agent: AgentConfig, dir
         refusal = f": it says {chat.facts.refused[role]!r}" if role in chat.facts.refused else ""
         checks.report("role_of_no_template", role=role, refusal=refusal, kind=agent.kind)
     elif agent.tools and not known:
-        checks.report("parser_of_calls", shown=shown or "no call that is known here")
+        checks.report("parser_of_calls", forms=", ".join(BUILT_IN))
     described = f"{shown or 'none'}, by what the chat template shows of calls" if agent.parser == "auto" else name
     checks.lines |= {"template": template_described(chat.facts, agent.history), "parser": described}
 

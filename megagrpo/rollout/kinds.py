@@ -78,6 +78,12 @@ class EngineKind:
         """Returns the arguments that the recipe gives to the servers."""
         return {}
 
+    @property
+    def owned(self) -> Mapping[str, str]:
+        """Returns the arguments of its servers that recipes may not give: the key of the recipe that decides each, or
+        "nothing" and why."""
+        return {}
+
     def requests_at_once(self, recipe: Recipe) -> int:
         """Returns the number of responses that an engine decodes in one batch: rollout.requests_at_once or fewer."""
         return recipe.rollout.requests_at_once
@@ -226,6 +232,12 @@ class Sglang(External):
     def options(self, rollout: RolloutConfig) -> Mapping[str, Any]:
         return rollout.sglang.model_extra or {}
 
+    @property
+    def owned(self) -> Mapping[str, str]:
+        from megagrpo.rollout.sglang.arguments import OWNED
+
+        return OWNED
+
     def releases_memory(self, rollout: RolloutConfig) -> bool:
         return bool(self.options(rollout).get("enable_memory_saver"))
 
@@ -280,6 +292,12 @@ class Vllm(EngineKind):
 
     def options(self, rollout: RolloutConfig) -> Mapping[str, Any]:
         return rollout.vllm.model_extra or {}
+
+    @property
+    def owned(self) -> Mapping[str, str]:
+        from megagrpo.rollout.vllm.arguments import OWNED
+
+        return OWNED
 
     def keeps_prefixes(self, rollout: RolloutConfig) -> bool:
         return self.options(rollout).get("enable_prefix_caching") is not False

@@ -66,6 +66,17 @@ PYTHON = """{% if loop.first %}<function_calls>{% endif %}{{ t.function.name }}(
 {%- for key, value in t.function.arguments.items() %}{{ key }}={{ value | tojson }}
 {%- if not loop.last %}, {% endif %}{% endfor %})
 {%- if loop.last %}</function_calls>{% endif %}"""
+PYTHONIC = """{{ '[' if loop.first else ', ' }}{{ t.function.name }}(
+{%- for key, value in t.function.arguments.items() %}{{ key }}={{ value | tojson }}
+{%- if not loop.last %}, {% endif %}{% endfor %}){{ ']' if loop.last }}"""
+COMPACT = "[TOOL_CALLS]{{ t.function.name }}[CALL_ID]{{ t.id }}[ARGS]{{ t.function.arguments | tojson }}"
+DEEPSEEK = """{% if loop.first %}<｜tool▁calls▁begin｜>{% endif %}
+{{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + t.function.name + '\n```json\n' + t.function.arguments + '\n```' }}
+{{- '<｜tool▁call▁end｜>' }}{% if loop.last %}<｜tool▁calls▁end｜>{% endif %}"""
+DEEPSEEK_31 = """{% if loop.first %}<｜tool▁calls▁begin｜>{% endif %}
+{{- '<｜tool▁call▁begin｜>' + t.function.name + '<｜tool▁sep｜>' + t.function.arguments + '<｜tool▁call▁end｜>' }}
+{%- if loop.last %}<｜tool▁calls▁end｜>{% endif %}"""
+"""DeepSeek's own templates join arguments with text: they take JSON, no objects."""
 OPENS_THINKING = """{% if loop.index0 > ns.last %}<think>
 {{ m.reasoning_content or '' }}
 </think>
@@ -274,6 +285,14 @@ FAMILIES = {
         chatml(OPENS_THINKING, FUNCTION, "<think>\n"), CHATML_TOKENS, ("<|im_end|>", "<|endoftext|>"),
         (*TAGS, "<think>", "</think>"),
     ),
+    **{
+        name: Family(
+            chatml(KEEPS_THINKING, form), CHATML_TOKENS, ("<|im_end|>", "<|endoftext|>"), ("<think>", "</think>")
+        )
+        for name, form in (
+            ("pythonic", PYTHONIC), ("compact", COMPACT), ("deepseek", DEEPSEEK), ("deepseek31", DEEPSEEK_31),
+        )
+    },
     "python": Family(chatml(call=PYTHON), CHATML_TOKENS, ("<|im_end|>", "<|endoftext|>")),
     "glm47": Family(
         GLM_47, ("[GMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"),

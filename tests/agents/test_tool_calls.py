@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from megagrpo.agents.chat import TOOL
-from megagrpo.agents.tool_calls import BUILT_IN, Calls, Parser, llama3_calls, parse_answer, parser_of, style_of
+from megagrpo.agents.tool_calls import BUILT_IN, SHOWN, Calls, Parser, llama3_calls, parse_answer, parser_of, style_of
 from megagrpo.errors import RecipeError
 from tests.agents.families import FAMILIES, chat_of
 
 hermes_calls = BUILT_IN["hermes"]
 SECOND = {**TOOL, "function": {**TOOL["function"], "name": "g"}}
-SGLANG = {
+WRITTEN = {
     "qwen25": ('<tool_call>\n{"name": "f", "arguments": {"k": "v"}}\n</tool_call>', "\n"),
     "mistral": ('[TOOL_CALLS] [{"name": "f", "arguments": {"k": "v"}}]', ""),
     "deepseekv3": (
@@ -42,9 +42,11 @@ def test_auto_is_what_the_chat_template_writes() -> None:
     assert {name: style_of(chat_of(name)) for name in FAMILIES} == {
         "chatml": "hermes", "thinking": "hermes", "llama": "llama3", "glm": "glm45", "mistral": "mistral", "zephyr": "",
         "function": "qwen3_coder", "python": "olmo3", "glm47": "glm47", "invoke": "minimax-m2", "kimi": "kimi_k2",
-        "channels": "gpt-oss",
+        "channels": "gpt-oss", "pythonic": "pythonic", "compact": "mistral", "deepseek": "deepseekv3",
+        "deepseek31": "deepseekv31",
     }  # fmt: skip
     assert parser_of("auto", chat_of("zephyr")) is None
+    assert {name for name, _ in SHOWN} == set(BUILT_IN)
 
 
 @pytest.mark.long  # to import SGLang takes seconds
@@ -102,11 +104,14 @@ def test_reasoning_has_its_own_field_where_the_template_reads_it_and_calls_in_it
     assert read(hermes_calls, "<think>\nnever ends", separate=False).content == "<think>\nnever ends"
 
 
-@pytest.mark.long  # to import SGLang takes seconds
-@pytest.mark.parametrize("name", SGLANG)
-def test_parsers_of_sglang_lose_nothing(name: str) -> None:
-    pytest.importorskip("sglang")
-    parser, (call, between) = parser_of(name, chat_of("chatml")), SGLANG[name]
+OF_SGLANG = pytest.param("qwen25", marks=pytest.mark.long)  # to import SGLang takes seconds
+
+
+@pytest.mark.parametrize("name", ["mistral", "deepseekv3", "deepseekv31", OF_SGLANG])
+def test_parsers_lose_nothing(name: str) -> None:
+    if name not in BUILT_IN:
+        pytest.importorskip("sglang")
+    parser, (call, between) = parser_of(name, chat_of("chatml")), WRITTEN[name]
     assert parser is not None
     assert read(parser, f"I call.{call}") == Calls("I call.", (("f", {"k": "v"}),))
     assert read(parser, "No call at all.") == Calls("No call at all.")

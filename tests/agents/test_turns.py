@@ -27,9 +27,10 @@ from tests.agents.test_chat import TOOLS, answer, text
 from tests.rollout_engines import generate, routes_of, start_engine
 from tests.tiny_models import make_model
 
-PARSERS = {"mistral": "hermes", "glm": "hermes", "zephyr": "hermes"}
-"""Our own ones; these templates show formats that only SGLang reads."""
-OWN_FORMS = ("function", "python", "glm47", "invoke", "kimi", "channels")
+OWN_FORMS = (
+    "function", "python", "glm", "glm47", "invoke", "kimi", "channels", "mistral", "compact", "pythonic", "deepseek",
+    "deepseek31",
+)  # fmt: skip
 Messages = list[dict[str, Any]]
 
 
@@ -52,7 +53,7 @@ async def play(chat: Chat, family: str, seed: int) -> Rollout:
     """Some agents of one rollout, that go on, fork, edit, forget, change their tools and ask for several answers."""
     rng = random.Random(seed)
     engine = ScriptedEngine(chat, lambda _, seed: words(chat, family, seed))
-    answers = Answers(chat, engine.ask, parser=PARSERS.get(family, "auto"), audited=1.0)
+    answers = Answers(chat, engine.ask, parser="hermes" if family == "zephyr" else "auto", audited=1.0)
     rollout = Rollout("prompt", 0, Limits(100, 100_000, SamplingParams(200, routes=True), seed), opened=0.0)
     talks: list[Messages] = [[{"role": "user", "content": text(rng, 1)}]]
     tools = TOOLS if family != "zephyr" else []

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * small_run.RUN_SECONDS)]
 STEPS = 2
 SOURCE = "openai/gsm8k"
 SMALL = (
-    *("cluster.device=cpu", "rollout.engine=transformers", "rollout.sglang={}", "rollout.engines=1"),
+    *("cluster.device=cpu", "rollout.engine=transformers", "rollout.vllm={}", "rollout.engines=1"),
     *("data.prompt_tokens_max=32", "rollout.prompts_per_step=8", "rollout.response_tokens_max=8"),
     *("train.layout.data=2", "train.total_epochs=null", f"train.total_steps={STEPS}", "train.optimizer.lr=1e-3"),
     *("eval.every_steps=2", "track.mlflow=null", "track.wandb=null"),

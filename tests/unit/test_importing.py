@@ -66,6 +66,12 @@ VERL = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=16 trainer.total_epochs=1 "
 )
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+OF_SERVERS = (
+    f"{ROLLOUT}.enforce_eager=True {ROLLOUT}.enable_prefix_caching=False {ROLLOUT}.enable_chunked_prefill=True "
+    f"{ROLLOUT}.max_num_batched_tokens=4096 {ROLLOUT}.max_num_seqs=64 {ROLLOUT}.dtype=bfloat16 "
+    f"+{ROLLOUT}.engine_kwargs.vllm.block_size=32 +{ROLLOUT}.engine_kwargs.vllm.hf_overrides.rope_scaling=2 "
+    f"+{ROLLOUT}.engine_kwargs.sglang.attention_backend=fa3"
+)
 FILTER, CORRECTION = "algorithm.filter_groups", "algorithm.rollout_correction"
 
 
@@ -148,6 +154,37 @@ FILTER, CORRECTION = "algorithm.filter_groups", "algorithm.rollout_correction"
         (f"{ACTOR}.router_replay.mode=R2", {"algorithm.routing": "auto"}),
         (f"model_engine=megatron {ACTOR}.optim.min_lr=1e-6", {"train.optimizer.min_lr": 0.0}),
         (f"{ACTOR}.ulysses_sequence_parallel_size=4", {"train.layout.context": 4, "train.layout.data": 2}),
+        (
+            f"{ROLLOUT}.name=vllm {ROLLOUT}.gpu_memory_utilization=0.6 {OF_SERVERS}",
+            {
+                "rollout.engine": "vllm",
+                "rollout.requests_at_once": 64,
+                "rollout.sglang.model_extra": {},
+                "rollout.vllm.model_extra": {
+                    "gpu_memory_utilization": 0.6,
+                    "enable_sleep_mode": True,
+                    "enforce_eager": True,
+                    "enable_prefix_caching": False,
+                    "max_num_batched_tokens": 4096,
+                    "block_size": 32,
+                    "hf_overrides": {"rope_scaling": 2},
+                },
+            },
+        ),
+        (
+            f"{ROLLOUT}.name=sglang {ROLLOUT}.gpu_memory_utilization=0.6 {OF_SERVERS}",
+            {
+                "rollout.engine": "sglang",
+                "rollout.vllm.model_extra": {},
+                "rollout.sglang.model_extra": {
+                    "mem_fraction_static": 0.6,
+                    "enable_memory_saver": True,
+                    "disable_cuda_graph": True,
+                    "attention_backend": "fa3",
+                },
+            },
+        ),
+        (f"{ROLLOUT}.free_cache_engine=False", {"rollout.vllm.model_extra": {"gpu_memory_utilization": 0.5}}),
     ],
 )
 def test_an_option_of_verl_gets_the_value_and_unit_that_it_has_here(
@@ -176,12 +213,13 @@ def test_a_script_for_several_chips_becomes_the_run_that_it_starts_on_nvidia_gpu
     recipe = recipe_of("verl", tmp_path, CHIPS)
     assert (recipe.cluster.gpus_per_node, recipe.train.layout.data) == (8, 8)
     assert (recipe.rollout.engines, recipe.rollout.layout.tensor) == (4, 2)
-    assert recipe.rollout.sglang.model_dump().get("disable_cuda_graph") is None
+    assert "enforce_eager" not in recipe.rollout.vllm.model_dump()
     assert recipe.reward.functions[0].function == "mine.py:judge"
 
 
 OPEN_INSTRUCT = "python open_instruct/grpo_fast.py --model_name_or_path models/m --dataset_mixer_list org/ds 1.0 "
 SLIME, REPLAY = "python train.py --hf-checkpoint m --rollout-batch-size 8", "--use-rollout-routing-replay"
+KWARGS = f"{ROLLOUT}.engine_kwargs"
 LONGER, ESTIMATOR, OPTIM = "reward.reward_kwargs.max_resp_len", f"{ACTOR}.kl_loss_type", f"{ACTOR}.optim"
 
 
@@ -199,6 +237,26 @@ LONGER, ESTIMATOR, OPTIM = "reward.reward_kwargs.max_resp_len", f"{ACTOR}.kl_los
         ("verl", f"{VERL} {ACTOR}.use_kl_loss=True {ESTIMATOR}=full", ESTIMATOR, "missing: estimators here are"),
         ("verl", f"{VERL} {ACTOR}.use_kl_loss=True {ESTIMATOR}=k1", ESTIMATOR, "missing: k1 has no gradient"),
         ("verl", f"{VERL} {OPTIM}.lr_scheduler_type=$KIND {OPTIM}.min_lr=0", f"{OPTIM}.min_lr", "same: 0, as here"),
+        (
+            "verl",
+            f"{VERL} +{KWARGS}.sglang.attention_backend=fa3",
+            f"{KWARGS}.sglang.attention_backend",
+            "same: it is of",
+        ),
+        (
+            "verl",
+            f"{VERL} +{KWARGS}.vllm.tensor_parallel_size=2",
+            f"{KWARGS}.vllm.tensor_parallel_size",
+            "missing: rollout.layout.tensor decides it",
+        ),
+        ("verl", f"{VERL} +{KWARGS}.vllm.port=8000", f"{KWARGS}.vllm.port", "missing: megagrpo starts the server"),
+        (
+            "verl",
+            f"{VERL} {ROLLOUT}.name=sglang +{KWARGS}.sglang.tp_size=2",
+            f"{KWARGS}.sglang.tp_size",
+            "missing: rollout.layout.tensor decides it",
+        ),
+        ("open_instruct", f"{OPEN_INSTRUCT} --vllm_enforce_eager", "vllm_enforce_eager", "translated: rollout.vllm"),
         ("open_instruct", f"{OPEN_INSTRUCT} --keep_last_n_checkpoints -1", "keep_last_n_checkpoints", "missing"),
         ("verl", f"{VERL} {ACTOR}.router_replay.mode=R2", f"{ACTOR}.router_replay.mode", "missing: R2 replays"),
         ("slime", f"{SLIME} {REPLAY}", "use_rollout_routing_replay", "translated: algorithm.routing"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from megagrpo.cli import main
 from megagrpo.preflight.agent import AgentChecks, check_agent, template_described
 from megagrpo.recipe.schema import Recipe
-from tests.agents.families import FAMILIES, chat_of, tokenizer_of
+from tests.agents.families import FAMILIES, chat_of, chatml, tokenizer_of
 from tests.tiny_run import make_run, recipe
 
 OWN = Path(__file__).parents[1] / "agents" / "own_tools.py"
@@ -157,6 +158,22 @@ def test_parsers_are_known_or_found_in_the_template(tmp_path: Path) -> None:
     wrong = asked(tmp_path, family="chatml", tools=["python"], parser="harmes")
     assert fields(wrong) == ["agent.parser"]
     assert "hermes" in wrong.problems[0].needed
+
+
+@pytest.mark.parametrize("plan_only", [False, True])
+def test_tools_are_refused_if_no_parser_reads_what_the_template_writes(
+    plan_only: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    monkeypatch.setitem(FAMILIES, "silent", replace(FAMILIES["chatml"], template=chatml(call="")))
+    for family in ("mistral", "deepseek", "pythonic"):
+        assert asked(tmp_path, family=family, plan_only=plan_only, tools=["python"]).problems == []
+    silent = asked(tmp_path, family="silent", plan_only=plan_only, tools=["python"])
+    assert (fields(silent), silent.unchecked) == (["agent.parser"], [])
+    assert "hermes" in silent.problems[0].needed
+    assert asked(tmp_path, family="silent", plan_only=plan_only, tools=["python"], parser="hermes").problems == []
+    named = asked(tmp_path, family="silent", plan_only=plan_only, tools=["python"], parser="gemma4")
+    assert (fields(named), len(named.unchecked)) == (([], 1) if plan_only else (["agent.parser"], 0))
 
 
 def test_a_plan_tells_what_the_template_does() -> None:

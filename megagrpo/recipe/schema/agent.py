@@ -194,7 +194,7 @@ class AgentConfig(Section):
 
     parser: str = "auto"
     """Format of the policy's tool calls: a form of megagrpo, such as hermes, qwen3_coder or gpt-oss (docs/agents.md),
-    or a name that SGLang has, such as mistral or deepseekv3. auto: what the chat template shows."""
+    or a name that SGLang has, such as gemma4, where it is installed. auto: what the chat template shows."""
 
     history: Literal["template", "append"] = "template"
     """Reasoning of earlier turns that the chat template leaves out. template: it is left out, and the conversation goes
