@@ -1,4 +1,4 @@
-"""What vLLM cannot hold, the answers of its workers, and what is made anew inside them; without vLLM."""
+"""Refusals of vLLM's side, answers of its workers, and weights that are made anew inside them; without vLLM."""
 
 from __future__ import annotations
 
@@ -85,9 +85,8 @@ def test_the_ranks_hold_the_whole_model(family: str) -> None:
     whole = vllm.manifest(arch, EngineLayoutConfig(), 0, "float32", "cuda")
     held = [vllm.manifest(arch, EngineLayoutConfig(tensor=2), rank, "float32", "cuda") for rank in range(2)]
     plan = make_plan([whole], held)
-    tensors = {placement.box.tensor for placement in whole.placements}
-    for rank in range(2):
-        assert {transfer.source_placement.box.tensor for transfer in plan.incoming(rank)} == tensors
+    arrived = {transfer.source_placement.box.tensor for rank in range(2) for transfer in plan.incoming(rank)}
+    assert arrived == {placement.box.tensor for placement in whole.placements}
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
