@@ -13,7 +13,6 @@ from megagrpo.errors import EngineError, Problem
 from megagrpo.plan.case import Case
 from megagrpo.preflight.machine import engine_problems
 from megagrpo.recipe.schema import EngineLayoutConfig, VllmConfig
-from megagrpo.rollout import arguments as arguments_of_engines
 from megagrpo.rollout.client import Endpoint
 from megagrpo.rollout.engine import EngineNode, ServerSpec
 from megagrpo.rollout.requests import SEED_BITS, nothing_sampled
@@ -152,7 +151,7 @@ def test_ranks_and_engines_on_cpus_share_cores_and_nothing_of_our_own_environmen
 
 
 def test_arguments_of_ours_are_refused_with_the_key_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments_of_engines, "asked", lambda *asked: {"environment": "", "problems": []})
+    monkeypatch.setattr("megagrpo.rollout.arguments.asked", lambda *asked: {"environment": "", "problems": []})
     settings = VllmConfig(tensor_parallel_size=2, port=8000, seed=1)  # type: ignore[call-arg]
     found = {problem.where: problem.fix for problem in vllm_problems(settings, "rollout.vllm", "e", plan_only=True)}
     assert found == {
