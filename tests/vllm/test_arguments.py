@@ -8,12 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megagrpo.recipe.schema import VllmConfig
 from megagrpo.rollout.arguments import PACKAGE, RUN
 from megagrpo.rollout.vllm.arguments import OWNED, server_arguments, vllm_problems
 from tests.tiny_run import make_model
 from tests.unit.test_rollout_vllm import spec
 from tests.vllm.servers import python
+
+pytestmark = pytest.mark.needs("vllm")
 
 
 def found(plan_only: bool = False, **options: object) -> dict[str, str]:

@@ -27,6 +27,8 @@ from tests.rollout_engines import request as ask
 from tests.sglang.servers import AT_ONCE, TOKENS, WAIT_SECONDS, Policy, difference, logits_of
 from tests.vllm.servers import Served, wait_until
 
+pytestmark = pytest.mark.needs("vllm")
+
 PROMPTS = ([5, 6, 9, 11], [20, 21, 22, 23, 24, 25, 26], [90])
 ENDLESS = SamplingParams(TOKENS, stop_tokens=())
 SAMPLINGS = {

@@ -30,6 +30,8 @@ from tests.vllm.in_process import SETTINGS, InProcess
 from tests.vllm.servers import python
 from tests.weight_streams import loaded, manifests, sync, unlike_sent
 
+pytestmark = pytest.mark.needs("vllm")
+
 TOLERANCE = 2e-6
 PROMPTS = [[5, 6, 9, 11], [7, 3, 8]]
 TOKENS = 24
