@@ -52,6 +52,7 @@ NODES = {
     "math_qwen3_32b_8h200": 1,
     "math_qwen3_8b_8a100": 1,
     "math_qwen3_8b_8gpu": 1,
+    "math_qwen3_8b_vllm_8gpu": 1,
     "search_qwen3_8b_8gpu": 1,
     "swe_qwen3_32b_4x8": 4,
 }
