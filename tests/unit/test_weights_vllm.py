@@ -1,4 +1,4 @@
-"""What vLLM cannot hold, the answers of its workers, and what is made anew inside them; without vLLM."""
+"""Refusals of vLLM's side, answers of its workers, and weights that are made anew inside them; without vLLM."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import torch
 from megagrpo.errors import EngineError, ModelError, WeightSyncError
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.families import architecture_of
+from megagrpo.weights.families import FAMILIES, architecture_of
 from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.vllm_classes import CLASSES, REFUSED
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import vllm
 from megagrpo.weights.transport.choice import Channel, TransportName
@@ -70,6 +71,10 @@ def test_what_vllm_cannot_hold_is_named(
     assert all(part in line for part, line in zip(named, found, strict=True))
 
 
+def test_every_family_is_served_or_refused_with_a_reason() -> None:
+    assert sorted([*CLASSES, *REFUSED]) == sorted(FAMILIES)
+
+
 def test_a_critic_is_refused() -> None:
     assert "a value head" in wheres(replace(architecture("qwen3"), tied_embeddings=False, value_head=True))[0]
 
@@ -77,11 +82,11 @@ def test_a_critic_is_refused() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2_tied", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_the_ranks_hold_the_whole_model(family: str) -> None:
     arch = architecture(family)
-    (whole,) = (vllm.manifest(arch, EngineLayoutConfig(), 0, "float32", "cuda") for _ in range(1))
+    whole = vllm.manifest(arch, EngineLayoutConfig(), 0, "float32", "cuda")
     held = [vllm.manifest(arch, EngineLayoutConfig(tensor=2), rank, "float32", "cuda") for rank in range(2)]
     plan = make_plan([whole], held)
-    assert all(len(list(plan.incoming(rank))) > 0 for rank in range(2))
-    assert not [name for manifest in held for name in manifest.storages if name.endswith((".W_UV", "lm_head.bias"))]
+    arrived = {transfer.source_placement.box.tensor for rank in range(2) for transfer in plan.incoming(rank)}
+    assert arrived == {placement.box.tensor for placement in whole.placements}
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

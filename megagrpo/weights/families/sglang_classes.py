@@ -61,17 +61,19 @@ class SglangClass:
     """Keys that config.json may not have, since it reads `keys` in their place only if they are absent."""
 
 
-def key_problems(where: str, config: Mapping[str, Any], of_class: SglangClass) -> Iterator[Problem]:
-    """Yields a problem for each key that config.json lacks, or has in vain. SGLang ends with an error, or takes a
+def key_problems(
+    where: str, config: Mapping[str, Any], of_class: SglangClass, engine: str = "SGLang"
+) -> Iterator[Problem]:
+    """Yields a problem for each key that config.json lacks, or has in vain. The engine ends with an error, or takes a
     default. transformers 5 writes rope_parameters, and leaves other keys out of new models."""
     write = {key: f'write "{key}": {value}' for key, value in of_class.keys.items()}
     for key in of_class.unread:
         if config.get(key) is not None:
-            needed = f"absent: with it SGLang takes defaults for {', '.join(write)}"
+            needed = f"absent: with it {engine} takes defaults for {', '.join(write)}"
             yield Problem(f"{where}: {key}", brief(config[key]), needed, f"{'; '.join(write.values())}; remove {key}")
     for key, fix in write.items():
         if key not in config:
-            yield Problem(f"{where}: {key}", "absent", "a key that SGLang reads", fix)
+            yield Problem(f"{where}: {key}", "absent", f"a key that {engine} reads", fix)
 
 
 USUAL = SglangClass()
