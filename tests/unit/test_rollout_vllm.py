@@ -1,4 +1,4 @@
-"""What vLLM is asked and what its answers mean; arguments and memory of its servers. (Real servers: tests/vllm.)"""
+"""Requests to vLLM and its answers; arguments and memory of its servers. (Real servers: tests/vllm.)"""
 
 from __future__ import annotations
 
