@@ -92,6 +92,8 @@ NOT_HERE = {
     "ModelConfig.revision": "only of a hub id",
     "RolloutConfig.api_key_variable": "only of external servers",
     "RolloutConfig.engine=external": "a server that runs already: test_sglang.py",
+    "RolloutConfig.engine=vllm": "an environment of its own: tests/vllm",
+    "RolloutConfig.vllm": "only of vLLM",
     "RolloutConfig.sglang": "has a cover of its own",
     "RolloutConfig.urls": "only of external servers",
     "GenerativeConfig": "a server of its own",

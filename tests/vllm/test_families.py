@@ -18,11 +18,12 @@ from megagrpo.weights.families.vllm_classes import CLASSES
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import vllm
 from megagrpo.weights.transport.buckets import bucket_problems
+from megagrpo.weights.transport import WORKER_EXTENSION
 from megagrpo.weights.transport.choice import Channel, TransportName, open_sender
 from megagrpo.weights.transport.disk import DiskFiles
 from megagrpo.weights.transport.ends import BucketSender
 from megagrpo.weights.transport.rendezvous import RendezvousHost
-from megagrpo.weights.transport.vllm import WORKER_EXTENSION, VllmWeights
+from megagrpo.weights.transport.vllm import VllmWeights
 from tests.rollout_engines import model_directory
 from tests.tiny_models import LONG_ROPE, TINY_FAMILIES, YARN_ROPE, reference_logits
 from tests.unit.test_weights_transport import Corrupting

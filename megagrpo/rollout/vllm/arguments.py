@@ -13,7 +13,7 @@ from megagrpo.rollout.arguments import Arguments, asked, cores_of_ranks
 from megagrpo.rollout.server import Program, Server
 from megagrpo.rollout.vllm.launch import DEVICE_VARIABLE
 from megagrpo.weights.families import read_architecture
-from megagrpo.weights.transport.vllm import WORKER_EXTENSION
+from megagrpo.weights.transport import WORKER_EXTENSION
 
 if TYPE_CHECKING:
     from megagrpo.rollout.engine import ServerSpec

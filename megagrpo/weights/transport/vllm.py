@@ -27,8 +27,6 @@ from megagrpo.weights.transport.disk import DiskReceiver, Post
 from megagrpo.weights.transport.loader import Answer, Command, Loader, carry_out, plan_fields
 from megagrpo.weights.transport.rendezvous import Member
 
-WORKER_EXTENSION = "megagrpo.weights.transport.vllm.WeightsExtension"
-"""The class that receives weights in a server's workers: the value of --worker-extension-cls."""
 METHOD = "megagrpo_weights"
 
 
