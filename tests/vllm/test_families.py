@@ -17,8 +17,8 @@ from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.vllm_classes import CLASSES
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import vllm
-from megagrpo.weights.transport.buckets import bucket_problems
 from megagrpo.weights.transport import WORKER_EXTENSION
+from megagrpo.weights.transport.buckets import bucket_problems
 from megagrpo.weights.transport.choice import Channel, TransportName, open_sender
 from megagrpo.weights.transport.disk import DiskFiles
 from megagrpo.weights.transport.ends import BucketSender
