@@ -30,6 +30,7 @@ from megagrpo.recipe.schema.train import COMPILED
 from megagrpo.reward.sandbox.programs import search
 from megagrpo.reward.sandbox.sandbox import Kind
 from megagrpo.rollout.sglang.arguments import sglang_problems
+from megagrpo.rollout.vllm import arguments as vllm
 from megagrpo.section import table_beside
 from megagrpo.track.trackers import TRACKERS
 
@@ -213,7 +214,7 @@ def fit_findings(
 
 
 def working_findings() -> Iterator[Finding]:
-    """Checks whether the installed optional packages can be used. Asks SGLang in a process of its own."""
+    """Checks whether the installed optional packages can be used. Asks SGLang and vLLM in processes of their own."""
     if find_spec("amp_C") is not None:  # a compiled module beside it; the package apex on PyPI is something else
         fused = "without" if find_spec("fused_weight_gradient_mlp_cuda") is None else "with"
         yield Finding("apex", "ok", f"NVIDIA's, {fused} fused accumulation of gradients")
@@ -227,6 +228,12 @@ def working_findings() -> Iterator[Finding]:
         problems = sglang_problems(SglangConfig())
         wrong = [Finding("SGLang", "wrong", problem.given, problem.fix or problem.needed) for problem in problems]
         yield from wrong or [Finding("SGLang", "ok", "its servers' arguments can be read")]
+    version, fault = vllm.installed_version()
+    if fault:
+        yield Finding("vLLM", "wrong", fault, vllm.ARGUMENTS.install)
+    elif version:
+        given = version if version == vllm.TRIED else f"{version}, which was not tried: {vllm.TRIED} was, on CPUs"
+        yield Finding("vLLM", "ok" if version == vllm.TRIED else "doubtful", given)
 
 
 def installed_version(name: str) -> str | None:

@@ -27,7 +27,7 @@ RUN = (
 
 @dataclass(frozen=True)
 class Arguments:
-    """What is known of an engine's arguments before a run."""
+    """The arguments of an engine's servers, as far as they are known before a run."""
 
     engine: str
     """Its name, as people write it."""
@@ -36,7 +36,7 @@ class Arguments:
     owned: Mapping[str, str]
     """Arguments that megagrpo sets: the key of the recipe that decides each, or "nothing" and why."""
     install: str
-    """How to install the engine."""
+    """Commands that install the engine."""
     environment: Callable[[], Mapping[str, str]] = dict
     """Variables that the check needs."""
 

@@ -1,8 +1,8 @@
 """Checks of an engine's arguments by the engine itself. Runs in the engine's environment: standard library only.
 
 Standard input is a JSON object: `options`, and `names_only`, to check no values. Prints one line of JSON:
-`environment`, what is wrong with the environment itself, and what is `needed`; or `problems`, each with where (an
-option), given, needed and fix.
+`environment`, what is wrong with the environment itself, and what is `needed`; or the engine's `version`, and
+`problems`, each with where (an option), given, needed and fix.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Check(ABC):
         if options and not environment:
             names = self.declared_names() if settings["names_only"] else set()
             problems = self.name_problems(options, names) if names else self.option_problems(options)
-        print(json.dumps({"environment": environment, "needed": needed, "problems": problems}))
+        version = "" if environment else self.installed_version()
+        print(json.dumps({"environment": environment, "needed": needed, "version": version, "problems": problems}))
 
     def environment_problem(self) -> tuple[str, str]:
         """Returns what is given and what is needed; empty strings if all is well."""

@@ -40,6 +40,9 @@ class EngineKind:
     splits = False
     """True if rollout.layout may split an engine over devices."""
 
+    spans_nodes = False
+    """True if an engine may be larger than a node."""
+
     experts_need_gpus = False
     """True if rollout.layout.expert must be 1 on CPUs."""
 
@@ -171,7 +174,7 @@ class External(EngineKind):
     """SGLang servers that run already. The recipe does not know their options."""
 
     started_by_us = False
-    streams = splits = experts_need_gpus = reads_files = returns_kept_sets = True
+    streams = splits = spans_nodes = experts_need_gpus = reads_files = returns_kept_sets = True
     returns_sets_of_min_p = False  # its sampler by seeds fails
 
     def returns_routes(self, rollout: RolloutConfig) -> bool:

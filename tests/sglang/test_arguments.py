@@ -14,10 +14,11 @@ import pytest
 from megagrpo.plan.engine import cache_of
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
+from megagrpo.rollout.arguments import CHECK_SECONDS
 from megagrpo.rollout.engine import EngineNode
 from megagrpo.rollout.sglang import arguments, launch
 from megagrpo.rollout.sglang.arguments import server_arguments, sglang_problems
-from megagrpo.rollout.sglang.check_arguments import declared_names
+from megagrpo.rollout.sglang.check_arguments import SglangCheck
 from megagrpo.weights.families import read_architecture
 from tests.sglang.servers import server_spec
 
@@ -81,7 +82,7 @@ def test_a_plan_knows_the_names_of_all_arguments_without_importing_sglang() -> N
     from sglang.srt.server_args import ServerArgs
 
     public = {field.name for field in record_fields(ServerArgs) if not field.name.startswith("_")}
-    assert declared_names() == public
+    assert SglangCheck().declared_names() == public
     (problem,) = sglang_problems(SglangConfig(mem_fraction_statik=0.7, mem_fraction_static=0.7), plan_only=True)  # type: ignore[call-arg]
     assert problem.where == "rollout.sglang.mem_fraction_statik"
     assert problem.fix == "did you mean `mem_fraction_static`?"
@@ -107,8 +108,8 @@ def test_an_interpreter_that_takes_too_long_to_import_sglang_is_named(
     slow = tmp_path / "python"
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
-    assert arguments.CHECK_SECONDS >= 300  # from a slow file system
-    monkeypatch.setattr(arguments, "CHECK_SECONDS", 0.1)
+    assert CHECK_SECONDS >= 300  # from a slow file system
+    monkeypatch.setattr("megagrpo.rollout.arguments.CHECK_SECONDS", 0.1)
     (problem,) = sglang_problems(SglangConfig(python=str(slow)))
     assert (problem.where, problem.given) == ("rollout.sglang.python", f"{slow}: no answer in 0.1 s")
 

@@ -15,7 +15,6 @@ from megagrpo.plan.plan import plan_of
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
 from megagrpo.reward.sandbox import programs
-from megagrpo.rollout.sglang import arguments
 from tests.tiny_run import make_run
 
 RECIPES = Path(__file__).parents[2] / "yaml_recipes"
@@ -61,7 +60,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with neither data, models nor SGLang."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megagrpo.preflight.model.cached_directory", lambda path: None)
-    monkeypatch.setattr(arguments, "_checked", lambda *asked: {"environment": "", "problems": []})
+    monkeypatch.setattr("megagrpo.rollout.arguments.asked", lambda *asked: {"environment": "", "problems": []})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from megagrpo.errors import MegagrpoError
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
 from megagrpo.recipe.schema import EngineLayoutConfig
-from megagrpo.rollout.sglang import arguments
 from megagrpo.weights.families import architecture_of
 from megagrpo.weights.sides.sglang import split_problems
 from tests.ling_model import CONFIG
@@ -114,7 +113,7 @@ MINIMAX = EXPERTS | {"model_type": "minimax_m2", "num_local_experts": 4}
 def test_a_plan_names_the_key_and_the_fix(
     config: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arguments, "_checked", lambda *asked: {"environment": "", "problems": []})
+    monkeypatch.setattr("megagrpo.rollout.arguments.asked", lambda *asked: {"environment": "", "problems": []})
     recipe = make_run(tmp_path, **config)
     with pytest.raises(MegagrpoError, match=said):
         preflight(load(recipe, ["rollout.engine=sglang"]), plan_only=True)

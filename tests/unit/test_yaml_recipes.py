@@ -77,7 +77,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / directory.name).symlink_to(directory)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megagrpo.preflight.model.cached_directory", lambda path: None)
-    monkeypatch.setattr(arguments, "_checked", lambda *asked: {"environment": "", "problems": []})
+    monkeypatch.setattr("megagrpo.rollout.arguments.asked", lambda *asked: {"environment": "", "problems": []})
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -167,7 +167,7 @@ def test_a_recipe_says_how_to_prepare_plan_and_run_it(file: Path) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
 def test_the_installed_sglang_takes_the_arguments_of_every_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "CHECK_SECONDS", 280.0)  # a busy machine is no reason to refuse
+    monkeypatch.setattr("megagrpo.rollout.arguments.CHECK_SECONDS", 280.0)  # a busy machine is no reason to refuse
     recipes = [loaded(file).recipe for file in ON_GPUS]
     options: dict[str, object] = {}
     for recipe in recipes:

@@ -28,7 +28,7 @@ from tests.tiny_run import recipe_with
 
 VARIABLE = "MEGAGRPO_VLLM_PYTHON"
 CHANGES = {"max_position_embeddings": 4096, "hidden_size": 128}
-"""Of a family's tiny config: vLLM's attention on CPUs wants heads of 32 columns or more."""
+"""Changes of a family's tiny config: vLLM's attention on CPUs wants heads of 32 columns or more."""
 OF_FAMILIES = {"qwen3_moe": {"head_dim": 32}}
 
 

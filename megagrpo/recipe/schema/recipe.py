@@ -335,6 +335,7 @@ class Recipe(Section):
             and r.nodes_of_engine % r.rollout.layout.pipeline
             and r.rollout.layout.pipeline % r.nodes_of_engine
         ),
+        "engine_of_one_node": lambda r: r.nodes_of_engine > 1 and not r.rollout.kind.spans_nodes,
         "experts_of_an_engine_on_cpus": lambda r: (
             r.rollout.kind.started_by_us
             and r.rollout.kind.experts_need_gpus

@@ -133,6 +133,7 @@ AlertName = Literal[
 """The rules of docs/health.md."""
 
 RESPONSES_MAX = 2**20
+VLLM_NUMBERS = ("max_num_batched_tokens", "kv_cache_memory_bytes")
 SGLANG_NUMBERS = ("max_running_requests", "max_total_tokens", "chunked_prefill_size", "sampling_mask_max_tokens")
 
 
@@ -278,7 +279,7 @@ class RolloutConfig(Section):
             if getattr(r, section) != type(r).model_fields[section].default
         ),
         "quantization_of_another_engine": lambda r: not r.kind.quantizes and r.quantization,
-        # Arguments that plans calculate with. SGLang itself checks all arguments before a run.
+        # Arguments that plans calculate with. Engines themselves check all arguments before a run.
         "mem_fraction_static": lambda r: (
             (share := (r.sglang.model_extra or {}).get("mem_fraction_static")) is not None
             and not (isinstance(share, float) and 0 < share < 1)
@@ -288,6 +289,16 @@ class RolloutConfig(Section):
             for name in SGLANG_NUMBERS
             if (value := (r.sglang.model_extra or {}).get(name)) is not None
             if (name, value) != ("chunked_prefill_size", -1)
+            if not isinstance(value, int) or isinstance(value, bool) or value <= 0
+        ),
+        "gpu_memory_utilization": lambda r: (
+            (share := (r.vllm.model_extra or {}).get("gpu_memory_utilization")) is not None
+            and not (isinstance(share, float) and 0 < share <= 1)
+        ),
+        "vllm_number": lambda r: (
+            {"name": name, "value": value}
+            for name in VLLM_NUMBERS
+            if (value := (r.vllm.model_extra or {}).get(name)) is not None
             if not isinstance(value, int) or isinstance(value, bool) or value <= 0
         ),
         "layout_of_the_embedded_engine": lambda r: (

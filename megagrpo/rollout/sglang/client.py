@@ -1,4 +1,4 @@
-"""How SGLang is asked, and how it answers: the body of /generate, and its parts, are those of SGLang 0.5.23."""
+"""Requests to SGLang and its answers: the body of /generate, and its parts, are those of SGLang 0.5.23."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megagrpo.errors import EngineError, Problem
 from megagrpo.recipe.defaults import cpu_cache_tokens
 from megagrpo.recipe.schema import VllmConfig
-from megagrpo.rollout.arguments import Arguments, cores_of_ranks
+from megagrpo.rollout.arguments import Arguments, asked, cores_of_ranks
 from megagrpo.rollout.server import Program, Server
 from megagrpo.rollout.vllm.launch import DEVICE_VARIABLE
 from megagrpo.weights.families import read_architecture
@@ -26,6 +26,8 @@ PROGRAM = Program(
     shared_memory=("psm_", "sem.mp-", "torch_"),
     noise=("leaked", "nanobind", "skipped remainder", "Route: ", "non-default args", "Dumping ", "[shutdown]"),
 )
+TRIED = "0.32.0"
+"""The version with which this was tried, on CPUs."""
 ENVIRONMENT_HERE = Path(".venv-vllm/bin/python")
 CPU_BLOCK_TOKENS = 128
 """Tokens of a block of the cache on CPUs, which vLLM chooses."""
@@ -93,6 +95,16 @@ def interpreter(settings: VllmConfig) -> str:
     """Returns the interpreter of the environment with vLLM."""
     here = ENVIRONMENT_HERE.absolute()
     return settings.python or (str(here) if here.exists() else sys.executable)
+
+
+def installed_version() -> tuple[str, str]:
+    """Returns the version of vLLM in the default environment, and what is wrong with that; one of them is empty. Both
+    are if there is none."""
+    python = interpreter(VllmConfig())
+    answer = asked(python, ARGUMENTS.check, {}, True, ARGUMENTS.environment())
+    if isinstance(answer, str):
+        return "", answer
+    return answer["version"], "" if python == sys.executable else answer["environment"]
 
 
 def vllm_problems(settings: VllmConfig, section: str, named_by: str, *, plan_only: bool) -> list[Problem]:
@@ -179,5 +191,11 @@ def start_server(spec: ServerSpec) -> Server:
     if spec.node is not None:
         fix = "fewer devices in rollout.layout, or engine: sglang"
         raise EngineError(Problem(spec.name, f"vLLM on {spec.node.nodes} nodes", "one node for each engine", fix))
-    more = {"log": spec.log, "python": interpreter(spec.settings), "environment": server_environment(spec)}
-    return Server(PROGRAM, server_arguments(spec), name=spec.name, **more)
+    return Server(
+        PROGRAM,
+        server_arguments(spec),
+        name=spec.name,
+        log=spec.log,
+        python=interpreter(spec.settings),
+        environment=server_environment(spec),
+    )

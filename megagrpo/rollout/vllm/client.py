@@ -1,4 +1,4 @@
-"""How vLLM is asked, and how it answers: the body of GENERATE, and its parts, are those of vLLM 0.32.0."""
+"""Requests to vLLM and its answers: the body of GENERATE, and its parts, are those of vLLM 0.32.0."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megagrpo.rollout.launching import Changes
 
 DEVICE_VARIABLE = "MEGAGRPO_VLLM_DEVICE"
+LOOK_MILLISECONDS = 2
 PACKAGE = Path(__file__).resolve().parents[2]
 
 
@@ -91,8 +92,16 @@ def fork_processes(platform: Any) -> None:
 
 def rest_while_waiting(shm_broadcast: Any) -> None:
     """Lets a process sleep while it waits for another one's message: training ranks, or other engines, need its core.
-    By default it asks again and again until a second has passed."""
-    shm_broadcast.SpinCondition.__init__.__defaults__ = (0.0,)
+    By default it asks again and again until a second has passed. Some notes of messages are lost: it looks in between.
+    """
+    condition = shm_broadcast.SpinCondition
+    condition.__init__.__defaults__ = (0.0,)
+    wait = condition.wait
+
+    def wait_and_look(self: Any, timeout_ms: int | None = None) -> None:
+        wait(self, LOOK_MILLISECONDS if timeout_ms is None else min(timeout_ms, LOOK_MILLISECONDS))
+
+    condition.wait = wait_and_look
 
 
 def tell_versions(output_processor: Any) -> None:
