@@ -75,7 +75,7 @@ CLASSES: dict[str, SglangClass] = {
 _TOWER = "a vision tower: its composite class was not compared"
 _CODE = "a config.json that it cannot read without the model's own code, which is never run"
 _DELTA = "gated delta nets: it packs their convolutions on CPUs, and was not compared on GPUs"
-_ROUTER = "routers whose bias it ignores on CPUs; it was not compared on GPUs"
+_ROUTER = "routers with a bias but without groups, which it lacks on CPUs; it was not compared on GPUs"
 REFUSED = {
     "bailing_moe": _CODE,
     "bailing_moe_v2": _CODE,
