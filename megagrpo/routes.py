@@ -86,6 +86,10 @@ class RouteSizes:
         """Returns the bytes of a token's row, at most: Routes.of packs a sequence into one byte an expert if it can."""
         return self.layers * self.per_token * (1 if self.experts <= 2**8 else 2)
 
+    def fit(self, experts: np.ndarray) -> bool:
+        """Returns whether any number of tokens can have these experts, as `require` says."""
+        return experts.shape[1:] == (self.layers, self.per_token) and not self._wrong(experts).any()
+
     def require(self, experts: np.ndarray, where: str, tokens: int) -> None:
         """Raises EngineError unless `tokens` that were read can have these experts, of any integer type: for another
         number of rows, layers or experts, for an expert that is not there, and for one that a token has twice."""
@@ -93,14 +97,17 @@ class RouteSizes:
         if shape != wanted:
             needed = f"{wanted[0]} tokens read x {self.layers} layers x {self.per_token} experts"
             raise EngineError(Problem(where, f"routes of {' x '.join(map(str, shape))}", needed, FIX))
-        ordered = np.sort(experts, axis=-1)
-        twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
-        wrong = twice | (ordered[..., 0] < 0) | (ordered[..., -1] >= self.experts)
+        wrong = self._wrong(experts)
         if wrong.any():
             token, layer = np.argwhere(wrong)[0].tolist()
             chosen = experts[token, layer].tolist()
             given = f"experts {chosen} of token {token}, in layer {layer} of those with experts"
             raise EngineError(Problem(where, given, f"{self.per_token} different ones of {self.experts}", FIX))
+
+    def _wrong(self, experts: np.ndarray) -> np.ndarray:
+        ordered = np.sort(experts, axis=-1)
+        twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+        return twice | (ordered[..., 0] < 0) | (ordered[..., -1] >= self.experts)
 
 
 def digest_of(experts: np.ndarray) -> int:

@@ -85,10 +85,17 @@ class KeptSets:
         return KeptSets(self.ids[cuts[first] : cuts[end]], self.ends[first:end] - cuts[first])
 
     def require(self, tokens: np.ndarray, where: str) -> None:
-        """Raises EngineError unless each of `tokens`, int [t], is once in its set. `where` names the sample."""
+        """Raises EngineError unless each of `tokens`, int [t], is in its set, of ids in ascending order. `where` names
+        the sample."""
         sizes = self.sizes
         if len(sizes) != len(tokens) or sizes.min(initial=0) < 0 or sizes.sum() != len(self.ids):
             raise EngineError(Problem(where, f"kept sets of {len(sizes)} tokens", f"those of its {len(tokens)} tokens"))
+        of = np.repeat(np.arange(len(sizes)), sizes)
+        twice = np.flatnonzero((np.diff(self.ids) <= 0) & (np.diff(of) == 0))
+        if len(twice) or self.ids.min(initial=0) < 0:
+            at = int(of[twice[0]] if len(twice) else of[self.ids.argmin()])
+            given = f"kept ids of token {at + 1} of the response of which one is negative, or there twice"
+            raise EngineError(Problem(where, given, "different ids of the vocabulary"))
         found = np.concatenate([[0], np.cumsum(self.ids == np.repeat(tokens, sizes))])
         wrong = np.flatnonzero((found[self.ends] - found[self.ends - sizes] != 1) & (sizes > 0))
         if len(wrong):

@@ -77,6 +77,8 @@ def missing(extra: str) -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gc.enable()
+    # Rarely: texts that are nested too deeply are tests, and finalizers that run at the limit of recursion fail.
+    gc.set_threshold(100_000)
     items.sort(key=lambda item: (FOLDERS.index(place_of(item.nodeid)[0]), group_of(item.nodeid) != "loop"))
 
 

@@ -147,6 +147,7 @@ class FakeWeights:
     received_bytes = 1024
 
     version = 0  # samples say that it made them, whatever was brought
+    verified_versions = frozenset({0})
     changed: bool | None = None  # as the last sync was told
     check_replicas = give_up = lambda self: None
 

@@ -14,7 +14,7 @@ from megagrpo.track.metrics import documented
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 HEALTH = """# Is the run healthy?
 
-Ten rules look at a run's [metrics](metrics.md). `megagrpo report` marks the steps at which one holds. While a run \
+Twelve rules look at a run's [metrics](metrics.md). `megagrpo report` marks the steps at which one holds. While a run \
 goes on, it warns when one begins to hold; a recipe may also end the run there, or switch a rule off:
 
 ```yaml

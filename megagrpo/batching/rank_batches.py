@@ -38,6 +38,7 @@ class TrainSequence:
     first: int = 0  # response tokens of the row that come before this sequence's
     routes: Routes | None = None  # None: the trainer's routers choose the experts
     kept: KeptSets | None = None  # of its response tokens; None: the whole vocabulary
+    name: str = ""  # of its sample, in errors
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,6 +115,7 @@ class Pending:
     cursor: Mapping[str, Any]  # the place in the data behind them
     dropped: int = 0
     joints: Sequence[Mapping[int, Sequence[int]]] = ()  # as in Order, of groups that have begun
+    verified: Sequence[int] = ()  # versions that engines were verified to hold, among those that sampled the groups
     unfinished: Callable[[], Sequence[Sequence[Sample]]] = tuple
     """Reads, by group, its unfinished samples that have tokens. () if that is not kept."""
 
@@ -127,6 +128,7 @@ class _Notes:
     cursor: dict[str, Any]
     dropped: Count = 0
     joints: tuple[dict[Count, tuple[Count, ...]], ...] = ()
+    verified: tuple[Count, ...] = ()
     unfinished: tuple[Count, ...] = ()
     """Number of unfinished samples of each group, its last ones. () in files of earlier versions."""
 

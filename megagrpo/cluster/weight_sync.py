@@ -67,6 +67,8 @@ class WeightSync:
         """Bytes that all engines together received in the last sync."""
         self._verified: dict[str, Any] = {}
         """Actors of the engines that were verified to hold `version`."""
+        self.verified_versions: set[int] = set()
+        """Versions that an engine was verified to hold. A resumed run adds those of its samples (trainer/sampling)."""
         ends = accumulate(map(len, manifests.values()), initial=0)
         self._destinations = {name: tuple(range(*span)) for name, span in zip(manifests, pairwise(ends), strict=True)}
         self._host = RendezvousHost(_host(recipe.rollout.urls), recipe.weights.timeout_seconds)
@@ -155,6 +157,8 @@ class WeightSync:
         keeping = {name: ask_engine(actor, "keep_weights", version) for name, actor in engines.items()}
         failed = self._settle(keeping, doing)[1]
         self._rollouts.serve({name: actor for name, actor in engines.items() if name not in failed})
+        if not failed:
+            self.verified_versions.add(version)
         return not failed
 
     def _bring(self, version: int) -> None:
@@ -175,6 +179,8 @@ class WeightSync:
             failed, to_blame = self._attempt(version, engines)
             verified = {name: actor for name, actor in engines.items() if name not in failed}
             self._verified |= verified
+            if verified:
+                self.verified_versions.add(version)
             self._rollouts.serve(verified)
             brought |= len(failed) < len(engines)
             reasons = [problem for error in failed.values() for problem in error.problems]

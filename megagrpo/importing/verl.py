@@ -323,8 +323,10 @@ def lora_targets(value: Any, options: Options) -> Answer:
 
 def importance(value: Any, options: Options) -> Answer:
     low, high = thresholds(options["algorithm.rollout_correction.rollout_is_threshold"])
-    icepop = {} if low is None else {"low": low, "outside": "zero"}
-    return Write({"algorithm.correction.weights": {"name": text(value), "high": high, **icepop}})
+    more: dict[str, Any] = {} if low is None else {"low": low, "outside": "zero"}
+    if options.true("algorithm.rollout_correction.rollout_is_batch_normalize"):
+        more["normalize"] = True
+    return Write({"algorithm.correction.weights": {"name": text(value), "high": high, **more}})
 
 
 def thresholds(value: Any) -> tuple[float | None, float]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo.batching.rank_batches import TrainSequence
+from megagrpo.errors import REPORT, Problem, RankError
 from megagrpo.megatron.attention import Collect
 from megagrpo.megatron.heads import CHUNK_ELEMENTS, VocabularyShard, scaled, vocabulary_logprobs
 from megagrpo.types import GATHERED_IDS, KeptSets
@@ -33,6 +34,7 @@ class KeptTokens:
     wide: Tensor  # int64 [other tokens], their places among the response tokens
     bits: Tensor  # uint8 [other tokens, bytes], as vocabulary_logprobs takes them
     order: Tensor  # int64 [response tokens], the place of each in narrow and wide ones end to end
+    largest: int  # of all ids
 
 
 def kept_tokens(
@@ -64,7 +66,8 @@ def kept_tokens(
 
     order = np.argsort(np.concatenate([narrow, wide]))
     pairs = tensor(of[by_id].astype(np.int32)), tensor(ids[by_id]), ids[by_id]
-    return KeptTokens(tensor(narrow), *pairs, tensor(wide), tensor(bits), tensor(order))
+    largest = int(kept.ids.max(initial=0))
+    return KeptTokens(tensor(narrow), *pairs, tensor(wide), tensor(bits), tensor(order), largest)
 
 
 def kept_logprobs(
@@ -83,8 +86,13 @@ def kept_logprobs(
     """Returns what `vocabulary_logprobs` does, each token's softmax over its kept set alone. None: the vocabulary.
 
     A tensor rank computes the logits of the ids whose rows it holds. For narrow sets it holds them in float32, and a
-    few numbers more for each: at most GATHERED_IDS of a token. Its forward pass takes two all-reduces too.
+    few numbers more for each: at most GATHERED_IDS of a token. Its forward pass takes two all-reduces too. Raises
+    RankError for an id that the vocabulary does not have.
     """
+    if kept is not None and kept.largest >= shard.vocab:
+        raise RankError(
+            Problem("kept sets of a microbatch", f"the id {kept.largest}", f"ids below {shard.vocab}", REPORT)
+        )
     options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "scale": scale, "cap": cap}
     if kept is None or not len(kept.narrow):
         bits = None if kept is None or not len(kept.wide) else kept.bits

@@ -46,9 +46,12 @@ class Replay:
         self.replays = True
 
     def before_layer(self, layer: torch.nn.Module, args: Any, arguments: dict[str, Any]) -> None:
-        """Takes the routes of the microbatch that the layer is about to read."""
+        """Takes the routes of the microbatch that the layer is about to read. Raises RankError if it has none."""
         routes = arguments["packed_seq_params"].routes
-        self._given = routes[:, self._column] if self.replays and routes is not None else None
+        if self.replays and routes is None:
+            where = f"routing replay in layer {self._column} of this rank's with experts"
+            raise RankError(Problem(where, "a microbatch without routes", "its routes", REPORT))
+        self._given = routes[:, self._column] if self.replays else None
         if self._again and torch.is_grad_enabled():
             self._waiting.append(self._given)
 
@@ -107,7 +110,7 @@ class RoutesOnRank:
             if (routes := sequence.routes) is not None:
                 needed = len(sequence.tokens) - 1, self.sizes.layers, self.sizes.per_token
                 if routes.experts.shape != needed:
-                    raise RankError(Problem(f"routes of row {sequence.row}", f"{routes.experts.shape}", f"{needed}"))
+                    raise RankError(Problem(f"routes of {sequence.name}", f"{routes.experts.shape}", f"{needed}"))
                 whole[start : start + routes.tokens] = routes.experts[:, self.layers]
             start += len(sequence.tokens)
         own = len(at) // self._ranks
@@ -174,5 +177,5 @@ def require_digests(microbatches: Sequence[Microbatch], parts: Sequence[np.ndarr
     found = sums.cpu().numpy().view(np.uint64).tolist()
     for sequence, digest in zip(sequences, found, strict=True):
         if digest != (sent := sequence.routes.digest if sequence.routes else 0):
-            where = f"routes of response {sequence.row} of the step, from its token {sequence.first} on"
+            where = f"routes of {sequence.name}, from token {sequence.first} of its response on"
             raise RankError(Problem(where, f"digest {digest:x} on the ranks", f"the engine's, {sent:x}", REPORT))

@@ -14,11 +14,12 @@ from typing import Any
 
 from megagrpo.errors import Problem
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.plan.assumptions import longest_sequence, minibatch_sequences
+from megagrpo.plan.assumptions import longest_sequence, minibatch_sequences, sampled_tokens_max
 from megagrpo.plan.case import Case
 from megagrpo.plan.memory import pass_of, saved_bytes
 from megagrpo.plan.parameters import total_parameters
 from megagrpo.plan.plan import Plan
+from megagrpo.plan.proofs import set_bytes
 from megagrpo.plan.schedules import ASYNC, ONE_STEP_OFF, allowed
 from megagrpo.plan.time import Sampling
 from megagrpo.plan.units import byte_text, second_text
@@ -345,8 +346,8 @@ def _no_room_for_batches(case: Case) -> object:
     recipe = case.recipe
     if isinstance(recipe, SftRecipe):
         return None
-    tokens = recipe.sequence_tokens_max if recipe.agent else recipe.rollout.response_tokens_max
-    of_prompt = recipe.rollout.samples_per_prompt * tokens * SAMPLED_TOKEN_BYTES
+    token_bytes = SAMPLED_TOKEN_BYTES + set_bytes(recipe, case.architecture)
+    of_prompt = recipe.rollout.samples_per_prompt * sampled_tokens_max(recipe) * token_bytes
     if sizes := replayed_routes(recipe, case.architecture):
         of_prompt += recipe.rollout.samples_per_prompt * recipe.sequence_tokens_max * sizes.token_bytes
     size = recipe.rollout.prompts_per_step * (of_prompt + recipe.data.prompt_tokens_max * PROMPT_TOKEN_BYTES)

@@ -77,6 +77,10 @@ class Assumptions:
     sync_seconds: float = 0.3  # per sync, whatever the size
     digest_bytes_per_second: float = 50e9
 
+    # routes of a mixture of experts, in each layer
+    route_read_experts_per_second: float = 4e7  # of a server's answers, in an engine's process
+    route_digest_experts_per_second: float = 2.5e8  # packed and digested: by a training rank, and the embedded engine
+
     # rewards and the driver
     reward_seconds: float = 1.3e-4  # per response, by a function that runs on the driver
     isolated_reward_seconds: float = 0.01  # per response, in one of reward.workers
@@ -100,6 +104,11 @@ def longest_sequence(recipe: AnyRecipe) -> int:
     if isinstance(recipe, SftRecipe):
         return recipe.data.tokens_max
     return recipe.sequence_tokens_max
+
+
+def sampled_tokens_max(recipe: Recipe) -> int:
+    """Returns the most tokens that a response has; those of an agent's rollout in all turns."""
+    return recipe.sequence_tokens_max if recipe.agent else recipe.rollout.response_tokens_max
 
 
 def minibatch_sequences(recipe: AnyRecipe) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.activations import RankPass
-from megagrpo.plan.assumptions import longest_sequence, minibatch_sequences
+from megagrpo.plan.assumptions import longest_sequence, minibatch_sequences, sampled_tokens_max
 from megagrpo.plan.case import Case
 from megagrpo.plan.engine import GIB, MIB, EngineMemory
 from megagrpo.plan.parameters import (
@@ -32,8 +32,9 @@ from megagrpo.plan.parameters import (
     rank_parameters,
     stages,
 )
-from megagrpo.recipe.defaults import maps_gpu_memory, replayed_routes
+from megagrpo.recipe.defaults import kept_ids, maps_gpu_memory, replayed_routes
 from megagrpo.recipe.schema import AnyRecipe, Recipe, TrainConfig
+from megagrpo.types import GATHERED_IDS
 from megagrpo.weights.families.architecture import Architecture, critic_of
 from megagrpo.weights.sides.checkpoint import file_tensors
 
@@ -347,20 +348,29 @@ def _lowered_by(name: str, train: TrainConfig, arch: Architecture) -> tuple[str,
 
 
 def _batch(case: Case, stage: Stage, sequences: int) -> Iterator[Part]:
-    """Yields the loaded batch; and its routes, int16 for each token, expert and layer of the stage with experts
-    (megatron/replay.py)."""
+    """Yields the loaded batch; its routes, int16 for each token, expert and layer of the stage with experts
+    (megatron/replay.py); and kept sets of its response tokens (megatron/kept_head.py)."""
     recipe, train, arch = case.recipe, case.recipe.train, case.architecture
     grpo, layout = isinstance(recipe, Recipe), case.layout
     steps = recipe.algorithm.minibatches if isinstance(recipe, Recipe) else 1
+    steps *= times_packed(train)
     tokens = sequences * steps * longest_sequence(recipe) // layout.context
-    if (train.logprob_tokens_per_microbatch or 0) > train.tokens_per_microbatch:
-        tokens *= 2  # the batch again, in larger microbatches
     token_bytes = TOKEN_BYTES + (RESPONSE_TOKEN_BYTES if stage.head else 0)
     lowered = ("train.layout.data", "rollout.prompts_per_step" if grpo else "data.examples_per_step")
     yield Part("batch", tokens * token_bytes, lowered)
     if isinstance(recipe, Recipe) and (sizes := replayed_routes(recipe, arch)):
         of_token = 2 * sizes.per_token * len({*stage.layers} & {*arch.expert_layers})
         yield Part("routes", tokens // layout.tensor * of_token, ("train.layout.tensor", *lowered))
+    if isinstance(recipe, Recipe) and stage.head and (ids := kept_ids(recipe, arch)):
+        # Pairs of a token and an id, or bits of the vocabulary; and the places of the token among either and all.
+        of_token = 16 + (8 * ids if ids <= GATHERED_IDS else max(8 * GATHERED_IDS, 1 - -arch.vocab // 8))
+        responses = min(tokens, sequences * steps * sampled_tokens_max(recipe))  # context ranks have unequal parts
+        yield Part("kept sets", responses * of_token, ("rollout.top_k", "train.layout.context", *lowered))
+
+
+def times_packed(train: TrainConfig) -> int:
+    """Returns how often a rank has the batch: once more in larger microbatches, for passes without gradients."""
+    return 2 if (train.logprob_tokens_per_microbatch or 0) > train.tokens_per_microbatch else 1
 
 
 def _with_gradients(recipe: AnyRecipe, work: RankPass, stage: Stage, index: int, sequences: int) -> list[Part]:

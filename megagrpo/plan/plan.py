@@ -35,6 +35,7 @@ UNITS = {
     "sequences": "sequences",
     "rows": "rows",
     "bytes_per_second": "bytes/s",
+    "experts_per_second": "experts/s",
     "seconds": "s",
     "seconds_per_response": "s",
     "spread": "log",

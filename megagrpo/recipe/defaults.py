@@ -49,6 +49,11 @@ def replays_routes(recipe: Recipe) -> bool:
     return recipe.algorithm.routing != "own" and recipe.rollout.kind.returns_routes(recipe.rollout)
 
 
+def kept_ids(recipe: Recipe, arch: Architecture) -> int:
+    """Returns the most ids of a token's kept set; 0 if tokens are drawn from the whole vocabulary."""
+    return min(recipe.rollout.top_k or arch.vocab, arch.vocab) if recipe.rollout.narrowing else 0
+
+
 def same_bits(recipe: Recipe) -> bool:
     """Returns whether the trainer computes logprobs through weights with the bits that engines hold."""
     return recipe.rollout.quantization is None or recipe.train.quantization is not None

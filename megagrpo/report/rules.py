@@ -28,6 +28,7 @@ LENGTH_GROWTH = 2.0
 TRUNCATED_SHARE = 0.2
 SIGNAL_SHARE = 0.1
 MISMATCH_K3 = 0.01
+DIFFER_SHARE = 0.5
 OLD_SHARE, EFFECTIVE_SHARE = 0.5, 0.8
 EVALUATIONS = 2
 ERRORS_SHARE = 0.05
@@ -152,6 +153,8 @@ HOLDS: dict[AlertName, Callable[[Series], np.ndarray]] = {
     "truncated": lambda series: _mean(series, "response_tokens/truncated_share", SHORT) > TRUNCATED_SHARE,
     "no_signal": lambda series: _mean(series, "groups/with_signal_share", LONG) < SIGNAL_SHARE,
     "mismatch": lambda series: _mean(series, "logprob_difference/k3", SHORT) > MISMATCH_K3,
+    "routes_differ": lambda series: _mean(series, "routes/differ_share/mean", SHORT) > DIFFER_SHARE,
+    "routes_missing": lambda series: _column(series, "routes/missing") > 0,
     "staleness": _staleness,
     "overfitting": _overfitting,
     "reward_errors": lambda series: _mean(series, "reward/errors_share", SHORT) > ERRORS_SHARE,

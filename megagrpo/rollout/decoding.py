@@ -175,7 +175,7 @@ class Record:
         samples, arrays = [], (self.tokens, self.logprobs, self.versions)
         routes: Sequence[Routes | None] = [None] * len(self.requests)
         if ended and self.routes is not None and self.lengths.all():
-            routes = self.routes.of_rows(self.lengths)
+            routes = self.routes.of_rows(self.lengths, self.requests)
         for row, (at, length) in enumerate(zip(self.requests, self.lengths.tolist(), strict=True)):
             finish: FinishReason = "stop" if self.stopped[row] else "length" if length == self.limits[row] else "abort"
             tokens, logprobs, versions = (array[row, :length].copy() for array in arrays)

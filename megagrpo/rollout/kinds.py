@@ -69,6 +69,14 @@ class EngineKind:
         """Returns the bytes of a token's routes in a server's answer."""
         return 0.0
 
+    def route_buffer_bytes(self, case: Case) -> int:
+        """Returns the bytes of routes that the engines of the fullest node keep in host memory."""
+        return 0
+
+    def set_bytes(self, ids: int, arch: Architecture) -> float:
+        """Returns the bytes of a kept set of so many ids in a server's answer."""
+        return 0.0
+
     def options(self, rollout: RolloutConfig) -> Mapping[str, Any]:
         """Returns the arguments that the recipe gives to the servers."""
         return {}
@@ -185,6 +193,9 @@ class External(EngineKind):
     def route_bytes(self, arch: Architecture) -> float:
         return 4 / 3 * 4 * len(arch.layers) * arch.experts_per_token  # base64 of int32, of layers without experts too
 
+    def set_bytes(self, ids: int, arch: Architecture) -> float:
+        return ids * (len(str(arch.vocab)) + 1)  # JSON
+
     def kept_ids_max(self, rollout: RolloutConfig) -> int | None:
         most = self.options(rollout).get("sampling_mask_max_tokens")
         return most if isinstance(most, int) and most > 0 else 4096  # SGLang's default
@@ -248,6 +259,11 @@ class Sglang(External):
         from megagrpo.rollout.sglang.memory import sglang_memory
 
         return sglang_memory(case)
+
+    def route_buffer_bytes(self, case: Case) -> int:
+        from megagrpo.rollout.sglang.memory import route_buffer_bytes
+
+        return route_buffer_bytes(case)
 
     def server(self, spec: ServerSpec) -> Server:
         from megagrpo.rollout.sglang.arguments import start_server

@@ -11,6 +11,7 @@ import torch
 
 from megagrpo.errors import EngineError, Problem
 from megagrpo.routes import Routes, RouteSizes
+from megagrpo.types import Request
 
 
 class ReadRoutes:
@@ -35,19 +36,22 @@ class ReadRoutes:
         """Takes the routes of a step that has read one token of each of these rows."""
         self._steps.append((rows, self._taken(len(rows))[:, 0]))
 
-    def of_rows(self, lengths: np.ndarray) -> list[Routes]:
-        """Returns the routes of all rows, whose responses have these lengths, at least 1 each. Raises EngineError if a
-        model cannot have chosen them."""
+    def of_rows(self, lengths: np.ndarray, requests: Sequence[Request]) -> list[Routes]:
+        """Returns the routes of all rows, whose responses have these lengths, at least 1 each. Raises EngineError,
+        naming a request, if a model cannot have chosen them."""
         of_prompts = np.array([len(prompt) for prompt in self._prompts])
         ends = np.cumsum(of_prompts + lengths - 1)  # the last token is not read
         responses = ends - (lengths - 1)
-        experts = np.empty((ends[-1], *self._prompts[0].shape[1:]), self._kind)
+        experts = np.full((ends[-1], *self._prompts[0].shape[1:]), np.iinfo(self._kind).max, self._kind)
         for prompt, end in zip(self._prompts, responses.tolist(), strict=True):
             experts[end - len(prompt) : end] = prompt
         for step, (rows, chosen) in enumerate(self._steps):
             recorded = step + 1 < lengths[rows]
             experts[responses[rows[recorded]] + step] = chosen[recorded]
-        self._sizes.require(experts, "routes of a batch of the embedded engine", len(experts))
+        if not self._sizes.fit(experts):
+            for at, start, end in zip(requests, responses - of_prompts, ends, strict=True):
+                where = f"sample {at.index} of prompt {at.prompt_id}"
+                self._sizes.require(experts[start:end], where, end - start)
         return Routes.of_each(experts, of_prompts + lengths - 1)
 
     @contextmanager

@@ -103,6 +103,9 @@ class ServedEngine(Engine):
             answer: Sample | MegagrpoError = await self._generate_one(ticket, request, end)
         except MegagrpoError as error:
             answer = error
+        except (LookupError, TypeError, ValueError) as error:
+            call = f"POST {self._client.GENERATE}"
+            answer = EngineError(self._failure(call, f"an answer of another form: {error!r}"))
         finally:
             timer.cancel()
             del self._ends[ticket]

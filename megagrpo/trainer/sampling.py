@@ -220,6 +220,7 @@ class Background(EngineSource):
                 [(one.order, index, one.order.requests[index].begun) for index in one.order.missing()] for one in begun
             ]
             drawn = list(self._drawn)
+            oldest = min((one.admitted.version for one in begun), default=self._admission.version)
 
             def unfinished() -> list[list[Sample]]:
                 running = read()
@@ -235,6 +236,7 @@ class Background(EngineSource):
                 next_number=self._admission.next_number,
                 cursor=self._cursor.state(),
                 joints=tuple({at: tuple(joints) for at, joints in one.order.joints.items()} for one in begun),
+                verified=[v for v in sorted(self.run.weights.verified_versions) if v >= oldest],
                 unfinished=tuple if self._recipe.one_version else unfinished,
             )
 
@@ -262,6 +264,7 @@ class Background(EngineSource):
         return begun
 
     def _restore(self, pending: Pending) -> None:
+        self.run.weights.verified_versions.update(pending.verified)
         unfinished = [*pending.unfinished(), *([()] * len(pending.groups))]
         all_joints = [*pending.joints, *([{}] * len(pending.groups))]  # none in files of earlier versions
         saved = list(zip(pending.numbers, pending.versions, pending.groups, unfinished, all_joints, strict=False))

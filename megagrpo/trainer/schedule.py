@@ -40,7 +40,7 @@ def grpo_step(run: TrainRun, source: SampleSource, step: int, kl_coefficient: fl
         sampled=sampled,
         learned=learned,
         mismatch=trained.policy.mismatch if trained.policy else None,
-        proof=step_proof(run, sampled, trained, step),
+        proof=step_proof(run, sampled, trained),
     )
 
 

@@ -351,7 +351,7 @@ def train_sequences(groups: Sequence[Group], rows: np.ndarray, *, narrowed: bool
             routes = branch.routes and branch.routes.before(length, where)
             if sample.kept is not None:
                 kept = sample.kept.part(first, first + len(trained))
-            sequences.append(TrainSequence(tokens, loss_mask, rollout_logprobs, row, first, routes, kept))
+            sequences.append(TrainSequence(tokens, loss_mask, rollout_logprobs, row, first, routes, kept, where))
             first += len(trained)
     return sequences
 

@@ -216,11 +216,11 @@ def _routed(sequences: Sequence[TrainSequence]) -> int:
 # --- mismatch between trainer and engines -----------------------------------------------------------------------------
 
 
-def step_proof(run: TrainRun, sampled: Sampled, trained: Trained, step: int) -> StepProof | None:
+def step_proof(run: TrainRun, sampled: Sampled, trained: Trained) -> StepProof | None:
     """Counts what proves that the step trained what was sampled; None if the policy was not trained.
 
-    An engine samples by a version only once its digests were those of the training ranks (cluster/weight_sync.py). A
-    step's newest is the one before it. Samples of another run prove nothing about this one's weights.
+    A version counts as verified if a sync has found its digests on an engine (cluster/weight_sync.py). Samples of
+    another run prove nothing about this one's weights.
     """
     if (update := trained.policy) is None:
         return None
@@ -229,11 +229,11 @@ def step_proof(run: TrainRun, sampled: Sampled, trained: Trained, step: int) -> 
     by_token = np.concatenate([samples[row].versions for row in {sequence.row for sequence in sequences}])
     versions, counts = np.unique(by_token, return_counts=True)
     sets = [sequence.kept.sizes for sequence in sequences if sequence.kept is not None]
-    own = update.own_routes
+    own, verified = update.own_routes, run.weights.verified_versions if isinstance(run, Run) else ()
     return StepProof(
         tokens=count_response_tokens(sequences),
         versions=tuple(zip(versions.tolist(), counts.tolist(), strict=True)),
-        verified=int(counts[versions < step].sum()) if isinstance(run, Run) else 0,
+        verified=int(counts[np.isin(versions, list(verified))].sum()),
         routed=None if update.route_differences is None else _routed(sequences),
         kept=sum(int((sizes > 0).sum()) for sizes in sets) if recipe.rollout.narrowing else None,
         quantization=recipe.rollout.quantization,

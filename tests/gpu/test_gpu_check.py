@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from megagrpo.doctor import Finding
 from tools.gpu_check import training
@@ -56,6 +57,13 @@ def test_a_check_that_fails_keeps_its_figures_and_names_the_end_of_its_output(tm
     figures, error = run_check("rollouts", "cpu", 1, tmp_path)
     assert [figure.name for figure in figures] == ["seen"]
     assert "FileExistsError" in error
+
+
+def test_experts_are_checked_with_the_kernels_that_recipes_ask_for() -> None:
+    recipes = [yaml.safe_load(path.read_text()) for path in (REPOSITORY / "yaml_recipes").glob("*.yaml")]
+    options = [recipe["train"].get("megatron", {}) for recipe in recipes]
+    asked = {name: value for of in options for name, value in of.items() if name.startswith("moe_")}
+    assert {name: value for name, value in asked.items() if name.endswith("_fusion")} == training.FUSED_EXPERTS
 
 
 def test_a_missing_ray_is_the_last_checks_concern_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class Sync(WeightSync):
         self._policy, self._rollouts, self.version = policy, run.rollouts, 0
         self.transport = TransportName.SHARED_MEMORY
         self._device = policy.device
-        self.brought, self._bytes = list[int](), 0
+        self.brought, self._bytes, self.verified_versions = list[int](), 0, {0}
 
     def _bring(self, version: int) -> None:
         assert "parameters" in self._device.policy

@@ -184,11 +184,13 @@ def test_weights_that_have_not_changed_are_sent_only_where_an_engine_lacks_them(
     vars(sync).update(
         _policy=MagicMock(), _recipe=MagicMock(), _rollouts=MagicMock(wait_for_engines=lambda: up, serve=served.update),
         _verified=actors, _bytes=8, _bring=called.append, transport=TransportName.SHARED_MEMORY, version=3,
+        verified_versions={3},
     )  # fmt: skip
     failed = {name: EngineError(Problem(name)) for name in failing}
     monkeypatch.setattr(weight_sync, "settle", lambda *given, **how: ({}, failed))
     sync.sync(4, changed=False)
     assert (called, sync.version, sync.received_bytes) == (brought, 4, 8 if brought else 0)
+    assert sync.verified_versions == ({3} if brought else {3, 4}), "_bring adds what it has verified"
     assert list(served) == ([] if lost else [name for name in actors if name not in failing])
     sync.sync(5)
     assert called == [*brought, 5]

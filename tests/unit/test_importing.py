@@ -138,6 +138,14 @@ FILTER, CORRECTION = "algorithm.filter_groups", "algorithm.rollout_correction"
                 ]
             },
         ),
+        (
+            f"{CORRECTION}.rollout_is=sequence {CORRECTION}.rollout_is_batch_normalize=True",
+            {"algorithm.correction.weights": ImportanceConfig(name="sequence", normalize=True)},
+        ),
+        (f"{ROLLOUT}.enable_rollout_routing_replay=True", {"algorithm.routing": "replay"}),
+        (f"{ROLLOUT}.enable_rollout_routing_replay=False", {"algorithm.routing": "own"}),
+        (f"{ACTOR}.megatron.router_replay.mode=R3", {"algorithm.routing": "replay"}),
+        (f"{ACTOR}.router_replay.mode=R2", {"algorithm.routing": "auto"}),
         (f"model_engine=megatron {ACTOR}.optim.min_lr=1e-6", {"train.optimizer.min_lr": 0.0}),
         (f"{ACTOR}.ulysses_sequence_parallel_size=4", {"train.layout.context": 4, "train.layout.data": 2}),
     ],
@@ -173,7 +181,7 @@ def test_a_script_for_several_chips_becomes_the_run_that_it_starts_on_nvidia_gpu
 
 
 OPEN_INSTRUCT = "python open_instruct/grpo_fast.py --model_name_or_path models/m --dataset_mixer_list org/ds 1.0 "
-SLIME = "python train.py --hf-checkpoint m --rollout-batch-size 8"
+SLIME, REPLAY = "python train.py --hf-checkpoint m --rollout-batch-size 8", "--use-rollout-routing-replay"
 LONGER, ESTIMATOR, OPTIM = "reward.reward_kwargs.max_resp_len", f"{ACTOR}.kl_loss_type", f"{ACTOR}.optim"
 
 
@@ -192,6 +200,11 @@ LONGER, ESTIMATOR, OPTIM = "reward.reward_kwargs.max_resp_len", f"{ACTOR}.kl_los
         ("verl", f"{VERL} {ACTOR}.use_kl_loss=True {ESTIMATOR}=k1", ESTIMATOR, "missing: k1 has no gradient"),
         ("verl", f"{VERL} {OPTIM}.lr_scheduler_type=$KIND {OPTIM}.min_lr=0", f"{OPTIM}.min_lr", "same: 0, as here"),
         ("open_instruct", f"{OPEN_INSTRUCT} --keep_last_n_checkpoints -1", "keep_last_n_checkpoints", "missing"),
+        ("verl", f"{VERL} {ACTOR}.router_replay.mode=R2", f"{ACTOR}.router_replay.mode", "missing: R2 replays"),
+        ("slime", f"{SLIME} {REPLAY}", "use_rollout_routing_replay", "translated: algorithm.routing"),
+        ("slime", f"{SLIME} --use-routing-replay", "use_routing_replay", "missing: routes of old logprobs"),
+        ("slime", f"{SLIME} {REPLAY} --use-routing-replay", "use_routing_replay", "same: use_rollout_routing_replay"),
+        ("open_instruct", f"{OPEN_INSTRUCT} --loss_fn dppo", "loss_fn", "missing: dapo or cispo; for dppo see"),
         ("slime", f"{SLIME} --tis-clip 3.0", "tis_clip", "same"),
         ("slime", f"{SLIME} --tis-clip 3.0 --use-tis", "tis_clip", "translated"),
     ],

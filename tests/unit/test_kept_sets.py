@@ -186,10 +186,12 @@ def test_tokens_without_sets_of_a_request_that_was_given_up_while_it_waited_are_
             [part([3, 4], [[9, 3], [7]], 2, "length")],
             "1 kept ids of token 2 of the response without the sampled one, 4",
         ),
+        ([part([3, 4], [[3], [4, 6, 4]], 2, "length")], "token 2 of the response .* twice"),
+        ([part([3, 4], [[3], [-1, 4]], 2, "length")], "token 2 of the response .* negative"),
         ([part([3, 4], None, 2, "stop")], "kept sets of 0 tokens"),
         ([part([3, 4], None, 2), part([5], [[5]], 3, "length")], "kept sets of 1 tokens"),
     ],
-    ids=["another token's", "none", "none in a part"],
+    ids=["another token's", "an id twice", "a negative id", "none", "none in a part"],
 )
 def test_an_answer_with_other_sets_is_an_error_that_names_the_sample(parts: list[dict[str, Any]], given: str) -> None:
     with pytest.raises(EngineError, match=f"(?s)engine 0: sample 3 of prompt p.*{given}"):

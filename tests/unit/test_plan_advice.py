@@ -131,6 +131,11 @@ def test_checkpoints_need_room_where_they_go(tmp_path: Path, monkeypatch: pytest
     kept = of.model_copy(update={"checkpoint": of.checkpoint.model_copy(update={"keep_batches": 10**6})})
     (problem,) = unwise(planned(kept))
     assert problem.where == "checkpoint.keep_batches"
+    few = kept.model_copy(update={"checkpoint": kept.checkpoint.model_copy(update={"keep_batches": 1})})
+    narrowed = few.model_copy(update={"rollout": few.rollout.model_copy(update={"top_k": 10**5})})
+    (alone, with_sets) = (list(unwise(planned(one))) for one in (few, narrowed))
+    assert not alone
+    assert any(problem.where == "checkpoint.keep_batches" for problem in with_sets)
     changes = {"export_every_steps": 1, "keep_last": 1}
     exported = of.model_copy(update={"checkpoint": of.checkpoint.model_copy(update=changes)})
     (problem,) = unwise(planned(exported))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,6 +100,33 @@ def test_routes_on_a_rank_are_as_many_bytes_as_those_it_packs(model: str, layout
             assert part == expected, (number, phase.phase)
 
 
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("context", [1, 2])
+@pytest.mark.parametrize("top_k", [8, 600])
+def test_kept_sets_on_a_rank_are_as_many_bytes_as_those_it_packs(top_k: int, context: int, joined: bool) -> None:
+    """Prompts are so short that a context rank has nearly as many response tokens as tokens."""
+    arch, more = known_model(LLAMA_8B), {"logprob_tokens_per_microbatch": 2048} if joined else {}
+    rollout, train = SMALL | {"top_k": top_k}, {"tokens_per_microbatch": 1024, **more}
+    layout = {"tensor": 2, "pipeline": 2, "context": context, "data": 2}
+    case = Case(merged(layout, data={"prompt_tokens_max": 32}, rollout=rollout, train=train), arch, H100)
+    first, last = (next(kind for kind in memory(case) if f"stage {s} of 2" in kind.name) for s in range(2))
+    assert not [part for phase in first.phases for part in phase.parts if part.name == "kept sets"]
+    ids = np.arange(arch.vocab - top_k, arch.vocab, dtype=np.int32)
+    sets = KeptSets(np.tile(ids, 96), np.arange(1, 97) * top_k)
+    mask = np.arange(128) >= 32
+    row = TrainSequence(np.full(128, arch.vocab - 1), mask, np.zeros(128, np.float32), 0, 0, kept=sets)
+    sizes = []
+    for rank in range(context):
+        batch = Microbatch(tuple(replace(row, row=at) for at in range(4)))
+        (responses,) = pack(batch, layout=case.layout, context_rank=rank, device="cpu", has_logits=True).responses
+        assert responses.kept is not None
+        sizes.append(sum(held.nbytes for held in vars(responses.kept).values() if isinstance(held, torch.Tensor)))
+    for phase in last.phases:
+        (part,) = [part.bytes for part in phase.parts if part.name == "kept sets"] or [0]
+        expected = 0 if phase.phase == "rollout" else max(sizes) * (2 if joined else 1)
+        assert part == expected, phase.phase
+
+
 def test_a_steps_routes_and_servers_answers_are_as_many_bytes_as_their_arrays() -> None:
     lengths = ["prompt_tokens=100", "response_tokens=400"]
     values = {**EXPERTS, "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 4, "checkpoint.keep_batches": 3}
@@ -137,6 +165,30 @@ def test_kept_sets_are_as_many_bytes_as_their_arrays_and_a_share_of_the_head() -
     wide = planned(recipe({"rollout.top_k": 513}))
     assert "100.00% of the head's products" in proofs(wide)["sets"].text, "a set of so many ids masks the vocabulary"
     assert proofs(of)["sets"].holds is None
+    ids = [of.architecture.vocab - at for at in range(1, 9)]
+    answer = len(json.dumps([ids] * 400, separators=(",", ":")))
+    assert found.bytes["loopback"] == pytest.approx(4 * 8 * answer, rel=0.05)
+    parts = [part for kind in changed.memory for phase in kind.phases for part in phase.parts]
+    assert found.bytes["rank"] == max(part.bytes for part in parts if part.name == "kept sets")
+    assert (found.seconds, proofs(of)["sets"].seconds) == (None, 0)
+
+
+def test_routes_take_time_by_the_tokens_of_an_engine_and_of_a_rank_and_host_memory_by_the_cache() -> None:
+    """A thousand tokens have 384,000 experts in 48 layers."""
+
+    def cost(**values: Any) -> Proof:
+        given = {"rollout.prompts_per_step": 16, "rollout.samples_per_prompt": 8}
+        rates = ["route_read_experts_per_second=3.84e6", "route_digest_experts_per_second=3.84e8"]
+        of = planned(recipe(EXPERTS | given | values), ["prompt_tokens=100", "response_tokens=900", *rates])
+        return proofs(of)["routes"]
+
+    assert cost().seconds == pytest.approx(128 / 4 * 0.1 + 128 / 4 * 0.001)
+    halved = cost(**{"train.layout": {"tensor": 4, "data": 8, "expert": 8, "expert_tensor": 1}, "rollout.engines": 8})
+    assert halved.seconds == pytest.approx(128 / 8 * 0.1 + 128 / 8 * 0.001)
+    assert "1.60 s of an engine's process and 16.0 ms of a rank's" in halved.text
+    served = planned(recipe(EXPERTS | {"rollout.sglang": {"max_total_tokens": 1000}}))
+    buffers = 8 * np.zeros((1000, 48, 8), np.int32).nbytes  # of two engines of four ranks on a node
+    assert proofs(served)["routes"].bytes["engine_host"] == buffers
 
 
 def test_the_plan_says_which_proofs_hold() -> None:
@@ -151,6 +203,7 @@ def test_the_plan_says_which_proofs_hold() -> None:
     assert served["tokens"].bytes["rank"] > 2**30, (
         "a copy of a quarter of the dense weights, and an eighth of the experts"
     )
+    assert served["tokens"].seconds is None
     dense = planned(recipe(EXPERTS | {"model.path": LLAMA_8B, "train.layout": {"tensor": 4, "data": 4}}))
     assert proofs(dense)["routes"].holds is None
     assert dense.time is not None

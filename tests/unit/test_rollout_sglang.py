@@ -34,8 +34,9 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding
 
 
 @contextmanager
-def breaking(asked: list[dict[str, Any]]) -> Iterator[str]:
-    """The address of a server that sends tokens up to 7, at most three at a time, and breaks the connection."""
+def breaking(asked: list[dict[str, Any]], lacks: str = "") -> Iterator[str]:
+    """The address of a server that sends tokens up to 7, at most three at a time, and breaks the connection. Its
+    answers lack a key."""
 
     def serve() -> None:
         while True:
@@ -53,6 +54,7 @@ def breaking(asked: list[dict[str, Any]]) -> Iterator[str]:
                 meta = {"completion_tokens": len(tokens), "finish_reason": finish}
                 meta["output_token_logprobs"] = [[-1.0, token, None] for token in tokens]
                 meta["weight_versions"] = [{"version": "0", "start": 0, "end": len(tokens)}]
+                meta.pop(lacks, None)
                 event = b"data: " + json.dumps({"output_ids": tokens, "meta_info": meta}).encode() + b"\n\n"
                 connection.sendall(HEAD + f"{len(event):x}\r\n".encode() + event + b"\r\n")
 
@@ -62,24 +64,37 @@ def breaking(asked: list[dict[str, Any]]) -> Iterator[str]:
         listener.shutdown(socket.SHUT_RDWR)
 
 
+def engine_at(url: str) -> Any:
+    client = SglangClient(Endpoint(url), failure=Problem, timeout_seconds=60)
+    engine: Any = object.__new__(SglangEngine)
+    Engine.__init__(engine, "engine 0")
+    engine._client, engine._gate, engine._server = client, RequestGate(8), None
+    engine._timeout, engine._streams, engine._pause, engine._released = 60.0, True, "retract", set()
+    engine._ends, engine._answers, engine._fixed_version, engine._stops = {}, {}, None, {7, 2}
+    engine._text = lambda tokens, finish: finish
+    return engine
+
+
 @pytest.mark.parametrize(("prompt", "times"), [(3, 2), (4, 1)], ids=["in the middle", "behind the end"])
 def test_a_request_whose_connection_breaks_goes_on_after_its_tokens_and_ends_where_it_ends(
     prompt: int, times: int
 ) -> None:
     asked: list[dict[str, Any]] = []
     with breaking(asked) as url:
-        client = SglangClient(Endpoint(url), failure=Problem, timeout_seconds=60)
-        engine: Any = object.__new__(SglangEngine)
-        Engine.__init__(engine, "engine 0")
-        engine._client, engine._gate = client, RequestGate(8)
-        engine._timeout, engine._streams, engine._pause, engine._released = 60.0, True, "retract", set()
-        engine._ends, engine._answers, engine._fixed_version, engine._stops = {}, {}, None, {7, 2}
-        engine._text = lambda tokens, finish: finish
+        engine = engine_at(url)
         (sample,) = generate(engine, [request([prompt], SamplingParams(max_tokens=4, stop_tokens=(9, 2)))])
-        client.close()
+        engine._client.close()
     assert (sample.tokens.tolist(), sample.finish) == (list(range(prompt + 1, 8)), "stop")
     assert [body["sampling_params"]["max_new_tokens"] for body in asked] == [4, 1][:times]
     assert [body["sampling_params"]["stop_token_ids"] for body in asked] == [[2, 7, 9]] * times
+
+
+def test_an_answer_of_another_form_is_an_error_of_its_request() -> None:
+    with breaking([], lacks="completion_tokens") as url:
+        engine = engine_at(url)
+        with pytest.raises(EngineError, match="completion_tokens"):
+            generate(engine, [request([3], SamplingParams(max_tokens=4))])
+        engine._client.close()
 
 
 @pytest.mark.parametrize(

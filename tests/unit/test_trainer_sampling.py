@@ -220,7 +220,11 @@ def in_background(recipe: Recipe, pending: Pending | None = None, step: int = 0)
         cursor=cursor,
         rollouts=engines,
         scorer=FakeScorer(scores, lambda prompt: 0.5, None),
-        weights=SimpleNamespace(sync=lambda version, changed: setattr(engines, "version", version), received_bytes=0),
+        weights=SimpleNamespace(
+            sync=lambda version, changed: setattr(engines, "version", version),
+            received_bytes=0,
+            verified_versions={step},
+        ),
     )
     sampling = Background(run, step, pending)
     whole = recipe.rollout.samples_per_prompt + recipe.algorithm.greedy_responses
@@ -330,6 +334,19 @@ def test_unfinished_samples_of_a_checkpoint_go_on_after_their_tokens_unless_grou
         count = len(before.tokens)
         assert samples[at].tokens[:count].tolist() == before.tokens.tolist()
         assert samples[at].logprobs[:count].tolist() == before.logprobs.tolist()
+
+
+def test_a_resumed_run_knows_the_verified_versions_that_may_have_sampled_its_groups(tmp_path: Path) -> None:
+    recipe = recipe_with(*ASYNC)
+    with in_background(recipe) as run:
+        run.weights.verified_versions.update({1, 3})  # no sync has verified 2
+        trained(run, [1, 2, 3])
+        pending = written(run.sampling.pending(), tmp_path)
+    oldest = min(pending.versions)
+    assert 0 < oldest < 3
+    assert pending.verified == tuple(version for version in (1, 3) if version >= oldest)
+    with in_background(recipe, pending, step=3) as again:
+        assert again.weights.verified_versions == {*pending.verified, 3}
 
 
 def test_a_scored_group_that_an_earlier_version_saved_has_its_baseline_as_last_sample() -> None:

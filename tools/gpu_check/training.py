@@ -48,8 +48,8 @@ DENSE: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 NARROWEST = {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}
-FUSED_EXPERTS = {"moe_permute_fusion": True, "moe_router_fusion": True}
-"""Transformer Engine's kernels that recipes of such models ask for."""
+FUSED_EXPERTS = {"moe_permute_fusion": True}
+"""Transformer Engine's kernel that recipes of such models ask for."""
 WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "Qwen3MoeConfig": {
         "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -452,7 +452,7 @@ def checkpoints(setting: Setting) -> Iterator[Figure]:
 
 def experts(setting: Setting) -> Iterator[Figure]:
     """Models with experts, most of which get no token: logprobs, and two updates by both optimizers. Transformer
-    Engine's layers with its kernels that choose experts and sort tokens by them."""
+    Engine's layers with its kernel that sorts tokens by experts."""
     for kind, sizes in WITH_EXPERTS.items():
         model = setting.model(kind, sizes)
         short = setting.sequences([3, 5, 4, 6], sizes["vocab_size"])

@@ -126,6 +126,8 @@ AlertName = Literal[
     "truncated",
     "no_signal",
     "mismatch",
+    "routes_differ",
+    "routes_missing",
     "staleness",
     "overfitting",
     "reward_errors",

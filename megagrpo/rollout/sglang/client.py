@@ -67,7 +67,7 @@ class SglangAnswer(Answer):
             logprobs = (meta.get("output_token_sampling_logprobs") or [])[:new]  # renormalised over the sets
             sets = (meta.get("output_token_sampling_mask") or [])[:new]
             self._agree &= all(sets)
-            self._sets += map(np.array, sets)
+            self._sets += [np.array(one or [], np.int64) for one in sets]
             if reason.get("type") == "abort":
                 tokens = tokens[: len(sets)]  # SGLang sends no sets at the end of a request that waits
         self._tokens.extend(tokens)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -78,6 +79,14 @@ def sglang_memory(case: Case) -> EngineMemory:
         working_lowered_by=("rollout.sglang.chunked_prefill_size",),
         freed_by=("rollout.sglang.enable_memory_saver",),
     )
+
+
+def route_buffer_bytes(case: Case) -> int:
+    """Returns the host bytes of routes on the fullest node: on each rank int32, with layers without experts, for all
+    tokens of its cache (sglang/srt/state_capturer/base.py)."""
+    arch, tokens = case.architecture, sglang_memory(case).cache_tokens // case.grpo.rollout.layout.attention_data
+    ranks = Counter(device.node for device in case.device_map for _ in device.engines)
+    return 4 * len(arch.layers) * arch.experts_per_token * tokens * max(ranks.values())
 
 
 class _Stage(NamedTuple):
