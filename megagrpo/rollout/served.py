@@ -104,7 +104,8 @@ class ServedEngine(Engine):
         except MegagrpoError as error:
             answer = error
         except (LookupError, TypeError, ValueError) as error:
-            answer = EngineError(self._failure("an answer", f"one of another form: {error!r}"))
+            call = f"POST {self._client.GENERATE}"
+            answer = EngineError(self._failure(call, f"an answer of another form: {error!r}"))
         finally:
             timer.cancel()
             del self._ends[ticket]

@@ -23,8 +23,8 @@ def _temperature(arch: Architecture) -> object:
 
 
 TEMPERATURE = Gap(
-    "llama_4_scaling_beta",
-    "queries without a temperature, or max_position_embeddings without its effect: vLLM reads another key",
+    "original_max_position_embeddings",
+    "max_position_embeddings or more, so that queries do not grow: vLLM reads their factor from another key",
     _temperature,
     OTHER_ENGINES,
 )
@@ -36,13 +36,11 @@ RENAMED = (
     ("fused_qkv_a_proj_with_mqa", "fused_qkv_a_proj"),
 )
 """Parts of parameters' names in SGLang, and vLLM's."""
-USUAL = SglangClass(pads=False, renamed=RENAMED)
-TRANSFORMERS = replace(USUAL, stages=False)
-"""vLLM's wrapper of transformers' model, for families without a class of their own."""
+USUAL = SglangClass(renamed=RENAMED)
 DEEPSEEK = replace(USUAL, ties="never", keys=gaps.DEEPSEEKS_ROUTER)
 
 CLASSES: dict[str, SglangClass] = {
-    "arcee": TRANSFORMERS,
+    "arcee": USUAL,
     "deepseek_v3": DEEPSEEK,
     "ernie4_5": USUAL,
     "exaone4": USUAL,
@@ -62,22 +60,22 @@ CLASSES: dict[str, SglangClass] = {
     "ministral3": replace(USUAL, gaps=(TEMPERATURE,)),
     "mistral": USUAL,
     "mixtral": USUAL,
-    "olmo2": TRANSFORMERS,
-    "olmo3": TRANSFORMERS,
+    "olmo2": USUAL,
+    "olmo3": USUAL,
     "phi3": USUAL,
     "qwen2": USUAL,
     "qwen2_moe": USUAL,
     "qwen3": USUAL,
     "qwen3_moe": USUAL,
-    "seed_oss": TRANSFORMERS,
-    "smollm3": TRANSFORMERS,
+    "seed_oss": USUAL,
+    "smollm3": USUAL,
 }
 """By family."""
 
-_TOWER = "a vision tower, which it builds too"
+_TOWER = "a vision tower: its composite class was not compared"
 _CODE = "a config.json that it cannot read without the model's own code, which is never run"
 _DELTA = "gated delta nets: it packs their convolutions on CPUs, and was not compared on GPUs"
-_ROUTER = "routers whose bias it ignores on CPUs; it was not compared on GPUs"
+_ROUTER = "routers with a bias but without groups, which it lacks on CPUs; it was not compared on GPUs"
 REFUSED = {
     "bailing_moe": _CODE,
     "bailing_moe_v2": _CODE,

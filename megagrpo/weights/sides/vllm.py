@@ -95,8 +95,8 @@ def split_problems(
             problems.append(Problem(where, f"{name} = {size}", "1: with vLLM only tensor parallelism was compared"))
     if problems:
         return problems
-    if layout.tensor > 1 and not of_class.stages:
-        problems.append(Problem(where, "several ranks", "tensor = 1: only that was compared for this class of vLLM's"))
+    if layout.tensor > 1 and any(getattr(kind.attention, "norm", None) == "projection" for kind in arch.kinds):
+        problems.append(Problem(where, "norms of all heads together", "tensor = 1: cut norms were not compared"))
     padded = -(-arch.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     if padded % layout.tensor:
         problems.append(Problem(where, f"{padded} rows of the padded vocabulary", f"a multiple of {layout.tensor}"))
