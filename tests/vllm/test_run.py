@@ -15,6 +15,8 @@ from tests.loop.test_sglang import check_trained
 from tests.tiny_models import make_model
 from tests.vllm.servers import python
 
+pytestmark = pytest.mark.needs("vllm")
+
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
