@@ -23,7 +23,7 @@ PROGRAM = Program(
     "vllm",
     Path(__file__).with_name("launch.py"),
     generates=(GENERATE, {"token_ids": [0], "sampling_params": {"max_tokens": 1, "detokenize": False}}),
-    shared_memory=("psm_", "sem.mp-", "torch_"),
+    shared_memory=("psm_", "vllm_", "sem.mp-", "torch_"),
     noise=("leaked", "nanobind", "skipped remainder", "Route: ", "non-default args", "Dumping ", "[shutdown]"),
 )
 TRIED = "0.32.0"
