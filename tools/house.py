@@ -30,7 +30,7 @@ class Limits:
 
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
-    ("weights",): 9_277,
+    ("weights",): 9_263,
     ("megatron",): 4_989,
     ("layout", "batching", "algorithm"): 2_941,
     ("checkpoint", "convert"): 2_417,

@@ -1,4 +1,5 @@
-"""The code of weight syncs inside an engine's ranks, whatever the engine: commands come, weights arrive in place.
+"""The code of weight syncs inside an engine's ranks, whatever the engine: commands come, weights arrive in place. Its
+caller outside, beside the server, sends the commands.
 
 An engine's own module (sglang.py, vllm.py) brings commands here and answers back, and derives what its engine makes of
 weights. It runs in the engine's environment: standard library, numpy, torch and pydantic alone.
@@ -10,20 +11,21 @@ import base64
 import io
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 import torch
 
-from megagrpo.errors import MegagrpoError, ModelError, Problem
+from megagrpo.errors import EngineError, MegagrpoError, ModelError, Problem, WeightSyncError
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.digest import digests
 from megagrpo.weights.files.loading import load_files
-from megagrpo.weights.plan import WeightPlan
+from megagrpo.weights.plan import WeightPlan, require_own
 from megagrpo.weights.transport.choice import Channel, TransportName, open_receiver
+from megagrpo.weights.transport.disk import DiskReceiver, Post
 from megagrpo.weights.transport.ends import BucketReceiver
 from megagrpo.weights.transport.rendezvous import PROBLEMS, Member, Rendezvous
 from megagrpo.weights.views import model_tensors, stored_tensors
@@ -70,6 +72,94 @@ def plan_fields(plan: WeightPlan, destination: int) -> dict[str, Any]:
         "plan": base64.b64encode(pickle.dumps(plan.part_for_destination(destination))).decode(),
         "destination": destination,
     }
+
+
+# --- outside: one server's weights ------------------------------------------------------------------------------------
+
+
+class ServedWeights(ABC):
+    """One engine's weights, as the process beside its server sees them: a receiving end, and digests of what arrived.
+
+    `manifests` are its ranks', in order. All methods need a server that does not sample. They raise WeightSyncError
+    with the problems of each rank, and EngineError if the server refuses or does not answer.
+    """
+
+    def __init__(self, post: Post, name: str, manifests: Sequence[Manifest]) -> None:
+        self._post, self._name, self._manifests = post, name, manifests
+        self._member: Member | None = None
+        self._disk: DiskReceiver | None = None
+
+    @property
+    def takes_commands(self) -> bool:
+        """Returns whether the server's ranks have a Loader. Else the engine itself loads weights from disk."""
+        return True
+
+    @abstractmethod
+    def answers(self, action: str, commands: Sequence[Mapping[str, Any]], member: Member) -> list[Any]:
+        """Sends each rank its command. Returns the ranks' answers (Answer), in order."""
+
+    @abstractmethod
+    def load(self, directory: Path) -> None:
+        """Makes the server load a directory."""
+
+    def check(self, channel: Channel) -> None:  # noqa: B027  most have nothing to check
+        """Raises WeightSyncError if the server cannot receive weights by this channel."""
+
+    def connect(self, plan: WeightPlan, destinations: Sequence[int], channel: Channel) -> None:
+        """Opens the receiving end. `destinations` are the plan's indices of the ranks, in order.
+
+        Raises WeightSyncError, naming parameters, if the served model has other names, shapes or dtypes than planned.
+        """
+        self.close()
+        for destination, manifest in zip(destinations, self._manifests, strict=True):
+            require_own(plan.destinations[destination], manifest)
+        self.check(channel)
+        self._member = channel.rendezvous.join(f"actor of {self._name}")
+        if self.takes_commands:
+            parts = [plan_fields(plan, destination) for destination in destinations]
+            self.ask("plan", parts, transport=channel.transport, bucket_bytes=channel.bucket_bytes)
+        if channel.transport is TransportName.DISK:
+            self._disk = DiskReceiver(destinations, channel.rendezvous, self.load, self._name)
+
+    def receive(self, version: int) -> None:
+        """Writes the weights of the open sync, while the training ranks send."""
+        if self._disk is not None:
+            self._disk.receive(version)
+        else:
+            self.ask("receive", version=version)
+
+    def digests(self) -> list[Mapping[str, int]]:
+        """Returns the digests of the server's weights, by rank and checkpoint tensor."""
+        return self.ask("digest")
+
+    def bucket_digests(self, tensor: str, active: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
+        """Returns, by rank, "sent" and "arrived" digests of one checkpoint tensor by bucket; empty without buckets."""
+        if self._disk is not None or self._member is None:
+            return []
+        return self.ask("bucket_digests", tensor=tensor, active=list(active))
+
+    def close(self) -> None:
+        """Drops this process's end. May be called twice."""
+        self._member = self._disk = None
+
+    def ask(self, action: str, parts: Sequence[Mapping[str, Any]] = (), **fields: Any) -> list[Any]:
+        """Returns the values of the ranks' answers to a command, in order. `parts` has the fields that differ between
+        ranks."""
+        member = self._member
+        if member is None:
+            raise EngineError(Problem(f"{self._name}: {action}", given="no connection", needed="connect first"))
+        fields |= {"action": action, "rendezvous": asdict(member.rendezvous)}
+        commands = [
+            {"name": manifest.holder, **fields, **part}
+            for manifest, part in zip(self._manifests, parts or [{}] * len(self._manifests), strict=True)
+        ]
+        answers = self.answers(action, commands, member)
+        if problems := [Problem(*problem) for answer in answers for problem in answer.get("problems", ())]:
+            raise WeightSyncError(problems)
+        return [answer["value"] for answer in answers]
+
+
+# --- inside: one rank's weights ---------------------------------------------------------------------------------------
 
 
 @dataclass

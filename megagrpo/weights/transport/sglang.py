@@ -17,7 +17,6 @@ import pickle
 import secrets
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,11 @@ from megagrpo.errors import REPORT, EngineError, ModelError, Problem, WeightSync
 from megagrpo.weights.boxes import Manifest, in_groups
 from megagrpo.weights.digest import combine, digests
 from megagrpo.weights.files.loading import load_files
-from megagrpo.weights.plan import WeightPlan, require_own
 from megagrpo.weights.quantizing import dequantize
 from megagrpo.weights.transport import LOAD_FORMAT
 from megagrpo.weights.transport.choice import Channel, TransportName
-from megagrpo.weights.transport.disk import DiskReceiver, Post, server_errors
-from megagrpo.weights.transport.loader import Answer, Command, Loader, carry_out, plan_fields
+from megagrpo.weights.transport.disk import Post, server_errors
+from megagrpo.weights.transport.loader import Answer, Command, Loader, ServedWeights, carry_out
 from megagrpo.weights.transport.rendezvous import Member
 from megagrpo.weights.views import torch_dtype
 
@@ -50,75 +48,35 @@ COMMAND_BYTES_MAX = 2**30
 # --- outside: one server's weights ------------------------------------------------------------------------------------
 
 
-class ServerWeights:
-    """One engine's weights, as the process beside its server sees them: a receiving end, and digests of what arrived.
-
-    `manifests` are its ranks', in order: the tensor ranks of each pipeline stage. All methods need an update that is
-    open on the server. They raise WeightSyncError with the problems of each rank, and EngineError if the server
-    refuses or does not answer.
-    """
+class ServerWeights(ServedWeights):
+    """The weights of one SGLang server. Its ranks are the tensor ranks of each pipeline stage. All methods need an
+    update that is open on the server."""
 
     def __init__(self, post: Post, name: str, manifests: Sequence[Manifest], server_info: Mapping[str, Any]) -> None:
-        self._post, self._name, self._manifests, self._info = post, name, manifests, server_info
-        self._member: Member | None = None
-        self._disk: DiskReceiver | None = None
-        self._bucket_bytes = 0
+        super().__init__(post, name, manifests)
+        self._info, self._bucket_bytes = server_info, 0
 
-    def connect(self, plan: WeightPlan, destinations: Sequence[int], channel: Channel) -> None:
-        """Opens the receiving end. `destinations` are the plan's indices of the tensor ranks, in order.
+    @property
+    def takes_commands(self) -> bool:
+        return has_our_loader(self._info)
 
-        Raises WeightSyncError, naming parameters, if the served model has other names, shapes or dtypes than planned.
-        """
-        self.close()
-        for destination, manifest in zip(destinations, self._manifests, strict=True):
-            require_own(plan.destinations[destination], manifest)
+    def check(self, channel: Channel) -> None:
         check_verifiable(self._info, self._name, channel.transport)
-        self._bucket_bytes, self._member = channel.bucket_bytes, channel.rendezvous.join(f"actor of {self._name}")
-        if has_our_loader(self._info):
-            parts = [plan_fields(plan, destination) for destination in destinations]
-            self._ask("plan", parts, transport=channel.transport, bucket_bytes=channel.bucket_bytes)
-        if channel.transport is TransportName.DISK:
-            self._disk = DiskReceiver(destinations, channel.rendezvous, self._load, self._name)
-
-    def receive(self, version: int) -> None:
-        """Writes the weights of the open sync, while the training ranks send."""
-        if self._disk is not None:
-            self._disk.receive(version)
-        else:
-            self._ask("receive", version=version)
+        self._bucket_bytes = channel.bucket_bytes
 
     def digests(self) -> list[Mapping[str, int]]:
-        """Returns the digests of the server's weights, by rank and checkpoint tensor."""
-        if has_our_loader(self._info):
-            return self._ask("digest")
+        if self.takes_commands:
+            return super().digests()
         if self._disk is None or self._disk.loaded is None:
             raise EngineError(Problem(f"{self._name}: digests", given="no weights have come", needed="receive first"))
         return list(checked_digests(self._post, self._disk.loaded, self._manifests, self._bucket_bytes))
 
-    def bucket_digests(self, tensor: str, active: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
-        """Returns, by rank, "sent" and "arrived" digests of one checkpoint tensor by bucket; empty without buckets."""
-        if self._disk is not None or self._member is None:
-            return []
-        return self._ask("bucket_digests", tensor=tensor, active=list(active))
-
-    def close(self) -> None:
-        """Drops this process's end. May be called twice."""
-        self._member = self._disk = None
-
-    def _load(self, directory: Path) -> None:
+    def load(self, directory: Path) -> None:
         body = {"model_path": str(directory), "load_format": "auto", "flush_cache": False}
         self._post("/update_weights_from_disk", body)
 
-    def _ask(self, action: str, parts: Sequence[Mapping[str, Any]] = (), **fields: Any) -> list[Any]:
-        """Returns the ranks' answers to a command, in order. `parts` has the fields that differ between ranks."""
-        member = self._member
-        if member is None:
-            raise EngineError(Problem(f"{self._name}: {action}", given="no connection", needed="connect first"))
-        fields |= {"action": action, "rendezvous": asdict(member.rendezvous)}
-        commands = [
-            {"name": manifest.holder, "answer": f"answer/{secrets.token_hex(8)}", **fields, **part}
-            for manifest, part in zip(self._manifests, parts or [{}] * len(self._manifests), strict=True)
-        ]
+    def answers(self, action: str, commands: Sequence[Mapping[str, Any]], member: Member) -> list[Any]:
+        commands = [{**command, "answer": f"answer/{secrets.token_hex(8)}"} for command in commands]
         tensor = len(commands) // int(self._info.get("pp_size") or 1)
         body = {"serialized_named_tensors": [serialize(commands[rank::tensor]) for rank in range(tensor)]}
         self._post("/update_weights_from_tensor", body | {"load_format": LOAD_FORMAT, "flush_cache": False})
@@ -129,9 +87,7 @@ class ServerWeights:
             missing = partial(Problem, where, given, "the same megagrpo in the server as here")
             answers.append(member.wait(partial(member.read, command["answer"], Answer), missing))
             member.delete(command["answer"])
-        if problems := [Problem(*problem) for answer in answers for problem in answer.get("problems", ())]:
-            raise WeightSyncError(problems)
-        return [answer["value"] for answer in answers]
+        return answers
 
 
 def serialize(commands: Iterable[Mapping[str, Any]]) -> str:

@@ -12,19 +12,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pydantic
 import torch
 
-from megagrpo.errors import EngineError, ModelError, Problem, WeightSyncError, brief
+from megagrpo.errors import EngineError, ModelError, Problem, brief
 from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.plan import WeightPlan, require_own
-from megagrpo.weights.transport.choice import Channel, TransportName
-from megagrpo.weights.transport.disk import DiskReceiver, Post
-from megagrpo.weights.transport.loader import Answer, Command, Loader, carry_out, plan_fields
+from megagrpo.weights.transport.loader import Answer, Command, Loader, ServedWeights, carry_out
 from megagrpo.weights.transport.rendezvous import Member
 
 METHOD = "megagrpo_weights"
@@ -33,65 +29,13 @@ METHOD = "megagrpo_weights"
 # --- outside: one server's weights ------------------------------------------------------------------------------------
 
 
-class VllmWeights:
-    """One engine's weights, as the process beside its server sees them: a receiving end, and digests of what arrived.
+class VllmWeights(ServedWeights):
+    """The weights of one vLLM server, which must be paused."""
 
-    `manifests` are its ranks', in order. All methods need a paused server. They raise WeightSyncError with the problems
-    of each rank, and EngineError if the server refuses or does not answer.
-    """
+    def load(self, directory: Path) -> None:
+        self.ask("load", directory=str(directory))
 
-    def __init__(self, post: Post, name: str, manifests: Sequence[Manifest]) -> None:
-        self._post, self._name, self._manifests = post, name, manifests
-        self._member: Member | None = None
-        self._disk: DiskReceiver | None = None
-
-    def connect(self, plan: WeightPlan, destinations: Sequence[int], channel: Channel) -> None:
-        """Opens the receiving end. `destinations` are the plan's indices of the ranks, in order.
-
-        Raises WeightSyncError, naming parameters, if the served model has other names, shapes or dtypes than planned.
-        """
-        self.close()
-        for destination, manifest in zip(destinations, self._manifests, strict=True):
-            require_own(plan.destinations[destination], manifest)
-        self._member = channel.rendezvous.join(f"actor of {self._name}")
-        parts = [plan_fields(plan, destination) for destination in destinations]
-        self._ask("plan", parts, transport=channel.transport, bucket_bytes=channel.bucket_bytes)
-        if channel.transport is TransportName.DISK:
-            self._disk = DiskReceiver(destinations, channel.rendezvous, self._load, self._name)
-
-    def receive(self, version: int) -> None:
-        """Writes the weights of the open sync, while the training ranks send."""
-        if self._disk is not None:
-            self._disk.receive(version)
-        else:
-            self._ask("receive", version=version)
-
-    def digests(self) -> list[Mapping[str, int]]:
-        """Returns the digests of the server's weights, by rank and checkpoint tensor."""
-        return self._ask("digest")
-
-    def bucket_digests(self, tensor: str, active: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
-        """Returns, by rank, "sent" and "arrived" digests of one checkpoint tensor by bucket; empty without buckets."""
-        if self._disk is not None or self._member is None:
-            return []
-        return self._ask("bucket_digests", tensor=tensor, active=list(active))
-
-    def close(self) -> None:
-        """Drops this process's end. May be called twice."""
-        self._member = self._disk = None
-
-    def _load(self, directory: Path) -> None:
-        self._ask("load", directory=str(directory))
-
-    def _ask(self, action: str, parts: Sequence[Mapping[str, Any]] = (), **fields: Any) -> list[Any]:
-        """Returns the ranks' answers to a command, in order. `parts` has the fields that differ between ranks."""
-        if self._member is None:
-            raise EngineError(Problem(f"{self._name}: {action}", given="no connection", needed="connect first"))
-        fields |= {"action": action, "rendezvous": asdict(self._member.rendezvous)}
-        commands = [
-            {"name": manifest.holder, **fields, **part}
-            for manifest, part in zip(self._manifests, parts or [{}] * len(self._manifests), strict=True)
-        ]
+    def answers(self, action: str, commands: Sequence[Mapping[str, Any]], member: Member) -> list[Any]:
         body = {"method": METHOD, "kwargs": {"commands": json.dumps(commands)}}
         results = self._post("/collective_rpc", body).get("results")
         try:
@@ -102,9 +46,7 @@ class VllmWeights:
         if len(answers) != len(commands):
             given, needed = f"{len(answers)} ranks", f"{len(commands)}, as planned"
             raise EngineError(Problem(f"{self._name}: {action}", given, needed))
-        if problems := [Problem(*problem) for answer in answers for problem in answer.get("problems", ())]:
-            raise WeightSyncError(problems)
-        return [answer["value"] for answer in answers]
+        return answers
 
 
 # --- inside vLLM's workers --------------------------------------------------------------------------------------------
