@@ -37,7 +37,7 @@ AROUND_ONE_RUN = [
     f"test_{about}" for about in ("evaluate", "lost_ranks", "replay", "resume", "schedules", "sft", "train")
 ]
 """Files in loop/ that look at the same finished run, or compare theirs with it; or that join the same Ray."""
-OWN_SERVERS = ("test_big_layouts", "test_gateway", "test_judge_server", "test_weight_sync_benchmark")
+OWN_SERVERS = ("test_big_layouts", "test_gateway", "test_weight_sync_benchmark")
 """Files in sglang/ that share no server with the others."""
 BESIDE_THE_STUB = ("test_checkpoint_resume", "test_critic", "test_lora", "test_transformer_engine")
 """Files in distributed/ with ranks that find tests/te_stub: all are forks of one process."""

@@ -93,6 +93,7 @@ NOT_HERE = {
     "RolloutConfig.api_key_variable": "only of external servers",
     "RolloutConfig.engine=external": "a server that runs already: test_sglang.py",
     "RolloutConfig.engine=vllm": "an environment of its own: tests/vllm",
+    "RolloutConfig.engine=external_vllm": "a server that runs already: tests/vllm",
     "RolloutConfig.vllm": "only of vLLM",
     "RolloutConfig.sglang": "has a cover of its own",
     "RolloutConfig.urls": "only of external servers",

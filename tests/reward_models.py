@@ -80,7 +80,7 @@ def make_judge(directory: Path, *, steps: int = 250) -> Path:
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=256, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False,
     )  # fmt: skip

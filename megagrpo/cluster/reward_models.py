@@ -156,7 +156,7 @@ def judge_spec(recipe: Recipe, name: str, directory: Path, device: str, dtype: s
     return ServerSpec(
         name=f"reward model {name}",
         log=(run_directory(recipe) / "logs" / f"reward_model_{name}.log").absolute(),
-        settings=config.sglang,
+        settings=config.settings,
         model_directory=str(directory),
         layout=EngineLayoutConfig(tensor=config.devices),
         dtype=dtype,
@@ -165,7 +165,7 @@ def judge_spec(recipe: Recipe, name: str, directory: Path, device: str, dtype: s
         tokens_per_request=config.tokens_max,
         threads=max(1, (os.cpu_count() or 1) // 2),
         keeps_weights=True,
-        answers_chats=True,
+        chat_model=name,
     )
 
 

@@ -15,7 +15,7 @@ from megagrpo.checkpoint.store import MANIFEST
 from megagrpo.convert.merge_lora import merge_lora
 from megagrpo.convert.source import CONFIG, open_source, trainer_state, training_checkpoint
 from megagrpo.convert.targets import to_hugging_face
-from megagrpo.errors import PreflightError, Problem, UnusableCheckpointError
+from megagrpo.errors import EngineError, PreflightError, Problem, UnusableCheckpointError
 from megagrpo.preflight.model import model_directory, tokenizer_directory
 from megagrpo.recipe.defaults import device_here, dtype_name
 from megagrpo.recipe.schema import EngineLayoutConfig, Recipe
@@ -138,8 +138,8 @@ def evaluated_model(given: str, recipe: Recipe, api_key_variable: str | None = N
     if given.startswith(("http://", "https://")):
         variable = api_key_variable or recipe.rollout.api_key_variable
         key = os.environ.get(variable, "") if variable else ""
-        name, kind = next(one for one in ENGINES.items() if not one[1].started_by_us)
-        return ServedModel(given, name, kind.served_model(given, key), variable)
+        name, info = _served_model(given, key)
+        return ServedModel(given, name, info, variable)
     if not recipe.rollout.kind.started_by_us:
         loading = [name for name, kind in ENGINES.items() if kind.started_by_us]
         needed = f"{' or '.join(loading)}: engines that load {given}"
@@ -182,3 +182,16 @@ def model_identity(given: str, directory: Path) -> dict[str, Any]:
     paths = sorted({path for pattern in IDENTIFYING for path in directory.glob(pattern)})
     files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
     return {"path": str(directory.absolute()), "files": files}
+
+
+def _served_model(url: str, key: str) -> tuple[str, Mapping[str, Any]]:
+    """Returns the name of the engine that answers at a URL, and what it says about its model. Raises EngineError."""
+    problems: list[Problem] = []
+    for name, kind in ENGINES.items():
+        if kind.started_by_us:
+            continue
+        try:
+            return name, kind.served_model(url, key)
+        except EngineError as error:
+            problems += error.problems
+    raise EngineError(problems)

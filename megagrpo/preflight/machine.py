@@ -132,8 +132,8 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
     yield from kind.problems(rollout, "rollout", "engine", plan_only=plan_only)
     for name, model in recipe.reward.models.items():
         if isinstance(model, GenerativeConfig):
-            where = f"reward.models.{name}"
-            yield from model.sglang.engine_kind.problems(model, where, "kind", plan_only=plan_only)
+            of_engine = model.settings.engine_kind.problems
+            yield from of_engine(model, f"reward.models.{name}", "engine", plan_only=plan_only)
     variable = rollout.api_key_variable
     if variable is not None and not plan_only and not os.environ.get(variable):
         yield problem("key_of_servers", variable=variable)

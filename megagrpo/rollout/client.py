@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
@@ -22,9 +23,22 @@ CONNECT_PAUSE_SECONDS = 0.5
 ABORT_SECONDS = 30.0  # an aborted request is answered at the next token; this is for a server that is stuck
 ABORT_AGAIN_SECONDS = 5.0  # an abort that comes before its request does nothing
 CLOSE_SECONDS = 5.0
+MODEL_SECONDS = 60.0
 LONGEST_MESSAGE = 500
 EVENTS = "text/event-stream"
 Result = TypeVar("Result")
+
+
+def ask_about_model(url: str, path: str, api_key: str, engine: str) -> Any:
+    """Returns what a server of this engine says about its model at `path`. Raises EngineError if none answers there."""
+    headers = {"Authorization": f"Bearer {api_key}"}
+    try:
+        request = urllib.request.Request(f"{url.rstrip('/')}{path}", headers=headers)
+        with urllib.request.urlopen(request, timeout=MODEL_SECONDS) as answer:
+            return json.load(answer)
+    except (OSError, ValueError) as error:
+        fix = "check the URL; --api-key-variable names the environment variable with the server's key"
+        raise EngineError(Problem(url, f"{path}: {error}", f"a running {engine} server", fix)) from None
 
 
 @dataclass(frozen=True)

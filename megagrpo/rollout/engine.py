@@ -92,8 +92,9 @@ class ServerSpec:
 
     `settings`: its section of the recipe. `tokens_per_request`: the longest prompt with its response. `threads`: of all
     its ranks on CPUs; servers with another `index` get other cores. `pause_seconds`: the longest weight update. With
-    `keeps_weights` it loads those of the model directory, and gets no update. With `answers_chats` it is asked by
-    conversations, not by token ids. `returns_routes`: it can send the experts of tokens that it reads.
+    `keeps_weights` it loads those of the model directory, and gets no update. With `chat_model` it is asked by
+    conversations with a model of that name, not by token ids. `returns_routes`: it can send the experts of tokens that
+    it reads.
     """
 
     name: str
@@ -111,7 +112,7 @@ class ServerSpec:
     deterministic: bool = False
     quantization: str | None = None
     keeps_weights: bool = False
-    answers_chats: bool = False
+    chat_model: str = ""
     returns_routes: bool = False
     node: EngineNode | None = None
 

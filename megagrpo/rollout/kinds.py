@@ -62,6 +62,9 @@ class EngineKind:
     returns_sets_of_min_p = True
     """False if rollout.min_p must be 0."""
 
+    answers_chats = False
+    """True if its servers answer conversations, as those of generative reward models do."""
+
     settings: str | None = None
     """Name of the section of `rollout` that has the settings of its servers, which recipes of other kinds leave out."""
 
@@ -229,7 +232,7 @@ class External(EngineKind):
 class Sglang(External):
     """SGLang servers that the run starts and ends: the same engine and side, with options, problems and memory."""
 
-    started_by_us = starts_without_weights = quantizes = multiplies_in_float8 = True
+    started_by_us = starts_without_weights = quantizes = multiplies_in_float8 = answers_chats = True
     settings = "sglang"
 
     def options(self, rollout: RolloutConfig) -> Mapping[str, Any]:
@@ -283,14 +286,40 @@ class Sglang(External):
         return start_server(spec)
 
 
-class Vllm(EngineKind):
-    """vLLM servers that the run starts and ends, in an environment of their own.
+class ExternalVllm(EngineKind):
+    """vLLM servers that run already. The recipe does not know their options.
 
     Without routes and kept sets: vLLM 0.32 returns both only by its second model runner, which CPUs lack and which was
     not tried.
     """
 
-    streams = splits = starts_without_weights = reads_files = True
+    started_by_us = False
+    streams = splits = reads_files = True
+
+    def keeps_prefixes(self, rollout: RolloutConfig) -> bool:
+        return self.options(rollout).get("enable_prefix_caching") is not False
+
+    @property
+    def side(self) -> Any:
+        from megagrpo.weights.sides import vllm
+
+        return vllm
+
+    def engine(self, spec: EngineSpec, server: Any) -> Engine:
+        from megagrpo.rollout.vllm.engine import VllmEngine
+
+        return VllmEngine(spec, server)
+
+    def served_model(self, url: str, api_key: str) -> Mapping[str, Any]:
+        from megagrpo.rollout.vllm.client import served_model
+
+        return served_model(url, api_key)
+
+
+class Vllm(ExternalVllm):
+    """vLLM servers that the run starts and ends, in an environment of their own."""
+
+    started_by_us = starts_without_weights = answers_chats = True
     settings = "vllm"
 
     def options(self, rollout: RolloutConfig) -> Mapping[str, Any]:
@@ -301,9 +330,6 @@ class Vllm(EngineKind):
         from megagrpo.rollout.vllm.arguments import OWNED
 
         return OWNED
-
-    def keeps_prefixes(self, rollout: RolloutConfig) -> bool:
-        return self.options(rollout).get("enable_prefix_caching") is not False
 
     def releases_memory(self, rollout: RolloutConfig) -> bool:
         return bool(self.options(rollout).get("enable_sleep_mode"))
@@ -316,12 +342,6 @@ class Vllm(EngineKind):
 
         return vllm_problems(section.vllm, f"{where}.vllm", f"{where}.{named_by}", plan_only=plan_only)
 
-    @property
-    def side(self) -> Any:
-        from megagrpo.weights.sides import vllm
-
-        return vllm
-
     def memory(self, case: Case) -> EngineMemory:
         from megagrpo.rollout.vllm.memory import vllm_memory
 
@@ -332,15 +352,11 @@ class Vllm(EngineKind):
 
         return start_server(spec)
 
-    def engine(self, spec: EngineSpec, server: Any) -> Engine:
-        from megagrpo.rollout.vllm.engine import VllmEngine
-
-        return VllmEngine(spec, server)
-
 
 ENGINES: dict[str, EngineKind] = {
     "transformers": Transformers(),
     "sglang": Sglang(),
     "external": External(),
     "vllm": Vllm(),
+    "external_vllm": ExternalVllm(),
 }

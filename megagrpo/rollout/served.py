@@ -228,3 +228,18 @@ class ServedEngine(Engine):
         if self._server is not None:
             return self._server.problem(what, given)
         return Problem(f"{self.name}: {what}", given=given, needed="the server that rollout.urls names")
+
+
+def require_arguments(
+    engine: str, info: Mapping[str, Any], wanted: Mapping[str, object], owned: Mapping[str, str]
+) -> None:
+    """Raises EngineError, naming all arguments of a running server that are not as wanted. `owned`: the recipe's key
+    for each argument."""
+    wrong = {argument: info.get(argument) for argument, value in wanted.items() if info.get(argument) != value}
+    if not wrong:
+        return
+    given = ", ".join(f"{argument} {value}" for argument, value in wrong.items())
+    needed = ", ".join(f"{argument} {wanted[argument]}" for argument in wrong)
+    keys = sorted({owner for argument in wrong if (owner := owned[argument]).startswith(("rollout.", "model."))})
+    fix = f"change {', '.join(keys)}, or start the server so" if keys else "start the server so"
+    raise EngineError(Problem(f"{engine}: the server is not what the recipe says", given, needed, fix))

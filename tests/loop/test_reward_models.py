@@ -17,6 +17,7 @@ from megagrpo.trainer.batches import read_batch
 from tests.loop import small_run
 from tests.loop.altered_runs import open_gate
 from tests.reward_models import make_judge, make_reward_model, reference_logits
+from tests.vllm.servers import python
 
 RESPONSES = 64
 
@@ -81,16 +82,18 @@ def test_a_run_learns_what_a_reward_model_prefers_though_that_dies(
             assert scores == pytest.approx([logits[0] for logits in expected], abs=1e-5)
 
 
+@pytest.mark.parametrize("engine", ["sglang", pytest.param("vllm", marks=pytest.mark.needs("vllm"))])
 @pytest.mark.soak
-def test_a_run_learns_what_a_judge_says_though_its_server_dies(inputs: Path, tmp_path: Path) -> None:
+def test_a_run_learns_what_a_judge_says_though_its_server_dies(engine: str, inputs: Path, tmp_path: Path) -> None:
     steps = 40
-    grader = {"kind": "generative", "path": str(make_judge(tmp_path / "judge")), "tokens_max": 256}
+    grader = {"kind": "generative", "path": str(make_judge(tmp_path / "judge")), "tokens_max": 256, "engine": engine}
+    grader |= {"vllm": {"python": str(python())}} if engine == "vllm" else {}
     arguments = {"model": "grader", "rubric": "{{response}}", "verdict": "yes_no", "sampling": {"max_tokens": 8}}
     function = {"function": "judge", "arguments": {**arguments, "cache": False, "retries": 8}}
     killed: list[psutil.Process] = []
 
     def kill(processes: list[psutil.Process]) -> None:
-        servers = [process for process in processes if "sglang/launch.py" in command(process)]
+        servers = [process for process in processes if f"{engine}/launch.py" in command(process)]
         (first,) = (process for process in servers if os.getpgid(process.pid) == process.pid)
         os.killpg(first.pid, signal.SIGKILL)
         killed.extend(servers)
@@ -100,7 +103,8 @@ def test_a_run_learns_what_a_judge_says_though_its_server_dies(inputs: Path, tmp
     check_scored(directory, steps, learns=True)
     assert all(small_run.metrics(directory)[step]["judge/judge/requests"] >= RESPONSES for step in range(1, steps + 1))
     log = directory / "logs" / "reward_model_grader.log"
-    assert log.read_text().count("server_args=") == 2, "it was started twice"
+    said = {"sglang": "server_args=", "vllm": "non-default args: "}[engine]
+    assert log.read_text().count(said) == 2, "it was started twice"
     assert not log.with_name(f"{log.name}.leftovers.json").exists(), "the second was closed"
     assert not [process for process in killed if process.is_running()]
 

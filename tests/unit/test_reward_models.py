@@ -249,6 +249,19 @@ def test_arguments_of_a_judges_server_are_checked_as_those_of_engines():
     assert not [problem for problem in found if "rollout" in f"{problem.where}{problem.fix}"]
 
 
+def test_a_judges_server_may_be_of_either_engine_and_has_the_settings_of_its_own():
+    def found(**fields):
+        models = {"grader": {**GENERATIVE, **fields}}
+        return [problem.where for problem in broken_rules(recipe_of(models, ask("judge", "grader")))]
+
+    assert found(engine="vllm", vllm={"max_model_len": 4096}) == []
+    assert found(engine="vllm", sglang={"context_length": 4096}) == ["reward.models.grader.sglang"]
+    assert found(engine="transformers") == ["reward.models.grader.engine"]
+    wrong = {"grader": {**GENERATIVE, "engine": "vllm", "vllm": {"served_model_name": "x"}}}
+    problems = engine_problems(recipe_of(wrong, ask("judge", "grader")), None, plan_only=True)
+    assert [problem.where for problem in problems] == ["reward.models.grader.vllm.served_model_name"]
+
+
 def test_a_plan_counts_the_weights_of_models_that_are_here(trained):
     recipe = recipe_of({"digits": {"kind": "classifier", "path": str(trained)}}, ask("reward_model", "digits"))
     held = sum(tensor.nbytes for tensor in load_file(trained / "model.safetensors").values())

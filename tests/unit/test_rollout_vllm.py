@@ -14,11 +14,12 @@ from megagrpo.plan.case import Case
 from megagrpo.preflight.machine import engine_problems
 from megagrpo.recipe.schema import EngineLayoutConfig, VllmConfig
 from megagrpo.rollout.client import Endpoint
-from megagrpo.rollout.engine import EngineNode, ServerSpec
+from megagrpo.rollout.engine import EngineNode, EngineSpec, ServerSpec
 from megagrpo.rollout.requests import SEED_BITS, nothing_sampled
 from megagrpo.rollout.vllm import arguments
 from megagrpo.rollout.vllm.arguments import interpreter, server_arguments, server_environment, vllm_problems
 from megagrpo.rollout.vllm.client import VllmAnswer, VllmClient, generate_body, seed_of
+from megagrpo.rollout.vllm.engine import AS_STARTED, check_server
 from megagrpo.rollout.vllm.launch import tell_versions, words
 from megagrpo.rollout.vllm.memory import rank_parameters, vllm_memory
 from megagrpo.types import SamplingParams
@@ -132,7 +133,7 @@ def test_the_recipes_arguments_win_over_defaults_but_not_over_ours(tmp_path: Pat
     assert (found["load_format"], found["skip_tokenizer_init"], found["max_model_len"]) == ("dummy", True, 100)
     assert (found["logprobs_mode"], found["generation_config"]) == ("processed_logprobs", "vllm")
     assert found["kv_cache_memory_bytes"] >= 2**26
-    kept = server_arguments(spec(directory, keeps_weights=True, answers_chats=True))
+    kept = server_arguments(spec(directory, keeps_weights=True, chat_model="grader"))
     assert (kept["load_format"], kept["skip_tokenizer_init"]) == ("auto", False)
     assert not {"worker_extension_cls", "logprobs_mode"} & kept.keys()
     on_gpu = server_arguments(spec(directory, device="cuda", settings=VllmConfig(hf_overrides={"a": 1})))  # type: ignore[call-arg]
@@ -205,3 +206,19 @@ def test_a_plan_states_the_memory_of_a_vllm_engine() -> None:
     assert held.weights + held.cache + held.working <= (case.card_bytes or 0) // 2
     assert held.freed_by == ("rollout.vllm.enable_sleep_mode",)
     assert not side.split_problems(case.architecture, recipe.rollout.layout, "cuda")
+
+
+def test_a_server_that_runs_already_is_what_the_recipe_says(tmp_path: Path) -> None:
+    model = str(make_model(tmp_path / "model"))
+    recipe = recipe_with("rollout.engine=external_vllm", "rollout.urls=[http://a:1]", "rollout.layout.tensor=2")
+    of_engine = EngineSpec(recipe, 0, model, model, "cpu")
+    parallel = {"tensor_parallel_size": 2, **AS_STARTED}
+    check_server({"vllm_config": {"model_config": {"dtype": "torch.float32"}, "parallel_config": parallel}}, of_engine)
+    parallel |= {"worker_extension_cls": "", "tensor_parallel_size": 1}
+    with pytest.raises(EngineError) as caught:
+        check_server({"vllm_config": {"model_config": {"dtype": "half"}, "parallel_config": parallel}}, of_engine)
+    (problem,) = caught.value.problems
+    assert problem.given == "worker_extension_cls , tensor_parallel_size 1, dtype half"
+    assert "model.dtype, rollout.layout.tensor" in problem.fix
+    with pytest.raises(EngineError, match="that of vLLM"):
+        check_server({"vllm_config": "text"}, of_engine)

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from examples.demo.model import make_tokenizer
+from megagrpo.errors import EngineError
+from megagrpo.recipe.schema import EngineLayoutConfig
+from megagrpo.rollout.server import Server
+from megagrpo.rollout.sglang import client as sglang
+from megagrpo.rollout.vllm.arguments import start_server
+from megagrpo.rollout.vllm.client import served_model
 from tests.loop import small_run
-from tests.loop.test_sglang import check_trained
+from tests.loop.test_sglang import KEY_VARIABLE, check_trained
+from tests.sglang.servers import START_SECONDS
 from tests.tiny_models import make_model
-from tests.vllm.servers import python
+from tests.vllm.servers import python, spec_of
 
 pytestmark = pytest.mark.needs("vllm")
 
@@ -60,3 +69,27 @@ def test_every_step_samples_from_its_weights_by_each_transport(inputs: Path, tmp
     apart = ["cluster.placement=disaggregated", f"weights.transfer={transfer}", "train.total_steps=2"]
     small_run.train(recipe, *on_vllm(*apart))
     check_trained(tmp_path / "small", 2)
+
+
+@pytest.fixture(scope="module")
+def server(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with the weights of the model's files, as another would have started it."""
+    directory, model = tmp_path_factory.mktemp("server"), inputs / "model"
+    started = start_server(replace(spec_of(model, EngineLayoutConfig()).server, log=directory / "log"))
+    try:
+        started.wait_until_ready(START_SECONDS)
+        yield started
+    finally:
+        started.close()
+
+
+@pytest.mark.long
+def test_a_run_trains_on_what_a_server_that_runs_already_samples(server: Server, inputs: Path, tmp_path: Path) -> None:
+    values = small_run.recipe(inputs, tmp_path)
+    values["rollout"] |= {"engine": "external_vllm", "urls": [server.url], "api_key_variable": KEY_VARIABLE}
+    values["train"]["total_steps"] = steps = 2
+    small_run.train(small_run.write(values, tmp_path), environment={**os.environ, KEY_VARIABLE: server.api_key})
+    check_trained(tmp_path / "small", steps)
+    assert served_model(server.url, server.api_key) == {"model_path": str(inputs / "model")}
+    with pytest.raises(EngineError, match="a running SGLang server"):
+        sglang.served_model(server.url, server.api_key)

@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from megagrpo.errors import Problem
-from megagrpo.recipe.schema.rollout import SglangConfig
+from megagrpo.recipe.schema.rollout import EngineName, SglangConfig, VllmConfig, settings_of_others
+from megagrpo.rollout.kinds import ENGINES
 from megagrpo.section import ByName, Count, Number, PositiveFloat, Rules, Seconds, Section, Tokens
 
 Device = Literal["auto", "cpu"]
@@ -80,16 +81,19 @@ class ClassifierConfig(Section):
 
 
 class GenerativeConfig(Section):
-    """A model that writes verdicts, for judge, judge_pairs and judge_ranking: an SGLang server that the run starts."""
+    """A model that writes verdicts, for judge, judge_pairs and judge_ranking: a server that the run starts."""
 
     kind: Literal["generative"] = "generative"
-    """generative: an SGLang server, asked by judge and its like."""
+    """generative: a server, asked by judge and its like."""
+
+    engine: EngineName = "sglang"
+    """Engine of the server: sglang or vllm."""
 
     path: str
     """Hugging Face directory or hub id."""
 
     devices: Count = 1
-    """Devices of its own, which share each matrix (SGLang's tp_size)."""
+    """Devices of its own, which share each matrix (tensor parallel)."""
 
     dtype: DType = "auto"
     """Type of weights and activations. auto: bfloat16 on GPUs, float32 on CPUs."""
@@ -102,6 +106,19 @@ class GenerativeConfig(Section):
 
     sglang: SglangConfig = SglangConfig()
     """An interpreter with SGLang, and any server argument."""
+
+    vllm: VllmConfig = VllmConfig()
+    """An interpreter with vLLM, and any server argument."""
+
+    @property
+    def settings(self) -> SglangConfig | VllmConfig:
+        """Returns the settings of its server."""
+        return getattr(self, ENGINES[self.engine].settings or "")  # type: ignore[no-any-return]
+
+    RULES: ClassVar[Rules[GenerativeConfig]] = {
+        "engine_of_chats": lambda model: not ENGINES[model.engine].answers_chats,
+        "settings_of_another_engine": lambda model: settings_of_others(model, ENGINES[model.engine]),
+    }
 
 
 RewardModelConfig = Annotated[ClassifierConfig | GenerativeConfig, ByName("kind")]

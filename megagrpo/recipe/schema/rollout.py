@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -30,7 +31,7 @@ else:
 
 
 class EngineLayoutConfig(Section):
-    """Parallel sizes of one SGLang engine. It has tensor x pipeline devices, within a node or on several whole ones."""
+    """Parallel sizes of one engine of servers: tensor x pipeline devices, within a node or on several whole ones."""
 
     tensor: Count = 1
     """Ranks that share each matrix."""
@@ -82,6 +83,14 @@ class VllmConfig(BaseModel):
     def engine_kind(self) -> EngineKind:
         """Returns the kind of engines that has these servers."""
         return ENGINES["vllm"]
+
+
+def settings_of_others(section: Section, kind: EngineKind) -> Iterator[dict[str, object]]:
+    """Yields the settings of servers in a section of the recipe that are not for its kind of engines."""
+    for other in ENGINES.values():
+        name = other.settings
+        if name not in (None, kind.settings) and getattr(section, name) != type(section).model_fields[name].default:
+            yield {"section": name}
 
 
 class MismatchConfig(Section):
@@ -153,13 +162,13 @@ class RolloutConfig(Section):
 
     engine: EngineName = "transformers"
     """Engine that generates. transformers: embedded, for CPUs and tests. sglang, vllm: servers that the run starts and
-    ends. external: SGLang servers that run already, at `urls`."""
+    ends. external, external_vllm: SGLang and vLLM servers that run already, at `urls`."""
 
     engines: Count = 1
-    """Number of engines; requests are spread over them. With external, the number of `urls`."""
+    """Number of engines; requests are spread over them. With servers that run already, the number of `urls`."""
 
     layout: EngineLayoutConfig = EngineLayoutConfig()
-    """Parallel layout of each SGLang engine."""
+    """Parallel layout of each engine of servers; vLLM has tensor alone."""
 
     sglang: SglangConfig = SglangConfig()
     """The SGLang servers that the run starts: an interpreter, and any server argument."""
@@ -168,7 +177,7 @@ class RolloutConfig(Section):
     """The vLLM servers that the run starts: an interpreter, and any server argument."""
 
     urls: list[str] = []
-    """Servers of an external engine, such as http://host:30000, one for each engine."""
+    """Servers that run already, such as http://host:30000, one for each engine."""
 
     api_key_variable: str | None = None
     """Environment variable with the API key of external servers."""
@@ -203,7 +212,7 @@ class RolloutConfig(Section):
     """Responses that one engine decodes in one batch."""
 
     timeout_seconds: Seconds = 600.0
-    """Longest time of a response on an SGLang server. What it has then is returned as it is, and is not trained on;
+    """Longest time of a response on a server. What it has then is returned as it is, and is not trained on;
     where the schedule lets weights change in a response, it resumes after these tokens. An engine that has not
     answered a minute after that is taken to have failed."""
 
@@ -274,12 +283,7 @@ class RolloutConfig(Section):
             for field in ("urls", "api_key_variable")
             if r.kind.started_by_us and (value := getattr(r, field))
         ),
-        "settings_of_another_engine": lambda r: (
-            {"section": section}
-            for kind in ENGINES.values()
-            if (section := kind.settings) not in (None, r.kind.settings)
-            if getattr(r, section) != type(r).model_fields[section].default
-        ),
+        "settings_of_another_engine": lambda r: settings_of_others(r, r.kind),
         "quantization_of_another_engine": lambda r: not r.kind.quantizes and r.quantization,
         # Arguments that plans calculate with. Engines themselves check all arguments before a run.
         "mem_fraction_static": lambda r: (

@@ -173,12 +173,12 @@ def server_arguments(spec: ServerSpec) -> dict[str, Any]:
         "enable_dp_lm_head": layout.attention_data > 1,
         "load_format": "auto" if spec.keeps_weights else "dummy",
         "enable_deterministic_inference": spec.deterministic or on_cpus,  # to sample by seed
-        "skip_tokenizer_init": not spec.answers_chats,  # token ids in, token ids out
-        "incremental_streaming_output": not spec.answers_chats,  # each token of a stream comes once
+        "skip_tokenizer_init": not spec.chat_model,  # token ids in, token ids out
+        "incremental_streaming_output": not spec.chat_model,  # each token of a stream comes once
     }
     if spec.returns_routes:
         arguments["enable_return_routed_experts"] = True
-    if spec.answers_chats:
+    if spec.chat_model:
         return arguments | ({} if on_cpus else {"enable_fp32_lm_head": False})
     if not on_cpus:
         arguments["moe_runner_backend"] = "triton"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
-import urllib.request
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +11,10 @@ import numpy as np
 
 from megagrpo.errors import EngineError, Problem
 from megagrpo.rollout.answers import Answer
-from megagrpo.rollout.client import EngineClient
+from megagrpo.rollout.client import EngineClient, ask_about_model
 from megagrpo.routes import FIX, Routes, RouteSizes
 from megagrpo.types import Request
 
-MODEL_INFO_SECONDS = 60.0
 TOKENS_PER_PART = 50
 """Tokens per part of a stream. SGLang's scheduler sends as many at once to its HTTP server if nothing is streamed."""
 
@@ -102,15 +99,7 @@ class ServedRoutes:
 
 def served_model(url: str, api_key: str) -> Mapping[str, Any]:
     """Returns the /model_info of a server. Raises EngineError if none answers there."""
-    try:
-        request = urllib.request.Request(
-            f"{url.rstrip('/')}/model_info", headers={"Authorization": f"Bearer {api_key}"}
-        )
-        with urllib.request.urlopen(request, timeout=MODEL_INFO_SECONDS) as answer:
-            info = json.load(answer)
-    except (OSError, ValueError) as error:
-        fix = "check the URL; --api-key-variable names the environment variable with the server's key"
-        raise EngineError(Problem(url, f"/model_info: {error}", "a running SGLang server", fix)) from None
+    info = ask_about_model(url, "/model_info", api_key, "SGLang")
     return info if isinstance(info, dict) else {}
 
 

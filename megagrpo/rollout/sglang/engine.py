@@ -9,7 +9,7 @@ from typing import Any
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.rollout.engine import EngineSpec, MemoryTag
 from megagrpo.rollout.kinds import CACHES_ELSEWHERE
-from megagrpo.rollout.served import ServedEngine
+from megagrpo.rollout.served import ServedEngine, require_arguments
 from megagrpo.rollout.server import Server
 from megagrpo.rollout.sglang.arguments import OWNED
 from megagrpo.rollout.sglang.client import ServedRoutes, SglangAnswer, SglangClient, generate_body
@@ -52,13 +52,7 @@ def check_server(info: Mapping[str, Any], spec: EngineSpec, architecture: Archit
         raise EngineError(Problem(f"{spec.name}: the server", f"{stores[0]} True", needed, fix))
     if "shared_experts" in architecture.recomputes:
         wanted |= {"disable_shared_experts_fusion": True}
-    wrong = {argument: info.get(argument) for argument, value in wanted.items() if info.get(argument) != value}
-    if wrong:
-        given = ", ".join(f"{argument} {value}" for argument, value in wrong.items())
-        needed = ", ".join(f"{argument} {wanted[argument]}" for argument in wrong)
-        keys = sorted({owner for argument in wrong if (owner := OWNED[argument]).startswith(("rollout.", "model."))})
-        fix = f"change {', '.join(keys)}, or start the server so" if keys else "start the server so"
-        raise EngineError(Problem(f"{spec.name}: the server is not what the recipe says", given, needed, fix))
+    require_arguments(spec.name, info, wanted, OWNED)
 
 
 class SglangEngine(ServedEngine):

@@ -58,13 +58,14 @@ OWNED = (
     }
     | dict.fromkeys(
         (
-            "host", "port", "uds", "api_key", "root_path", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs",
-            "ssl_cert_reqs", "ssl_ciphers", "enable_ssl_refresh", "middleware", "enable_scale_out", "tokens_only",
-            "skip_tokenizer_init", "grpc_port", "runner", "convert", "nnodes", "node_rank", "master_addr",
-            "master_port", "distributed_executor_backend", "data_parallel_rank", "data_parallel_start_rank",
-            "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port", "data_parallel_hybrid_lb",
-            "data_parallel_external_lb", "data_parallel_multi_port_external_lb", "data_parallel_backend",
-            "kv_transfer_config", "ec_transfer_config", "enable_elastic_ep", "enable_request_id_headers", "device_ids",
+            "host", "port", "uds", "api_key", "served_model_name", "root_path", "ssl_keyfile", "ssl_certfile",
+            "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", "enable_ssl_refresh", "middleware", "enable_scale_out",
+            "tokens_only", "skip_tokenizer_init", "grpc_port", "runner", "convert", "nnodes", "node_rank",
+            "master_addr", "master_port", "distributed_executor_backend", "data_parallel_rank",
+            "data_parallel_start_rank", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port",
+            "data_parallel_hybrid_lb", "data_parallel_external_lb", "data_parallel_multi_port_external_lb",
+            "data_parallel_backend", "kv_transfer_config", "ec_transfer_config", "enable_elastic_ep",
+            "enable_request_id_headers", "device_ids",
         ),
         _SERVER,
     )
@@ -136,14 +137,14 @@ def server_arguments(spec: ServerSpec) -> dict[str, Any]:
         "max_num_seqs": spec.requests_at_once,
         "load_format": "auto" if spec.keeps_weights else "dummy",
         "enable_scale_out": True,
-        "skip_tokenizer_init": not spec.answers_chats,  # token ids in, token ids out
+        "skip_tokenizer_init": not spec.chat_model,  # token ids in, token ids out
     }
     arguments.setdefault("max_model_len", spec.tokens_per_request)
     if spec.deterministic and on_cpus:
         # The last bits of a product depend on its number of rows.
         arguments |= {"max_num_seqs": 1, "enable_prefix_caching": False}
-    if spec.answers_chats:
-        return arguments
+    if spec.chat_model:
+        return arguments | {"served_model_name": [spec.chat_model]}  # it refuses requests that name another
     if not on_cpus:  # as the trainer; in bfloat16 each side would round in its own way
         arguments["hf_overrides"] = {"head_dtype": "float32"} | dict(options.get("hf_overrides") or {})
     return arguments | {

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from megagrpo.errors import EngineError, Problem, brief
 from megagrpo.rollout.answers import Answer
-from megagrpo.rollout.client import EngineClient
+from megagrpo.rollout.client import EngineClient, ask_about_model
 from megagrpo.rollout.requests import SEED_BITS
 from megagrpo.rollout.vllm.arguments import GENERATE
 from megagrpo.splitmix64 import GAMMA
@@ -65,6 +66,15 @@ class VllmAnswer(Answer):
             self._finish = choice["finish_reason"] or ""
             self._reported = f"finish_reason {self._finish}, weight_versions {choice['weight_versions']}"
             self._add_versions(choice["weight_versions"])
+
+
+def served_model(url: str, api_key: str) -> Mapping[str, Any]:
+    """Returns the path of a server's model. Raises EngineError if none answers there."""
+    models = ask_about_model(url, "/v1/models", api_key, "vLLM")
+    try:
+        return {"model_path": models["data"][0]["root"]}
+    except (LookupError, TypeError):
+        raise EngineError(Problem(url, f"/v1/models: {brief(models)}", "a running vLLM server")) from None
 
 
 class VllmClient(EngineClient):

@@ -5,29 +5,59 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megagrpo.errors import EngineError, Problem, brief
 from megagrpo.rollout.engine import EngineSpec, MemoryTag
-from megagrpo.rollout.served import ServedEngine
+from megagrpo.rollout.served import ServedEngine, require_arguments
 from megagrpo.rollout.server import Server
+from megagrpo.rollout.vllm.arguments import OWNED
 from megagrpo.rollout.vllm.client import VllmAnswer, VllmClient, generate_body
 from megagrpo.types import Request
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.sides import vllm as vllm_side
+from megagrpo.weights.transport import WORKER_EXTENSION
 from megagrpo.weights.transport.choice import Channel
 from megagrpo.weights.transport.vllm import VllmWeights
 
+AS_STARTED = {
+    "worker_extension_cls": WORKER_EXTENSION, "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
+    "pipeline_parallel_size": 1, "data_parallel_size": 1, "prefill_context_parallel_size": 1,
+    "enable_expert_parallel": False, "enable_eplb": False, "quantization": None, "speculative_config": None,
+}  # fmt: skip
+"""Arguments that change what a server's ranks hold or answer: values of servers that megagrpo starts."""
+
+
+def check_server(answer: Mapping[str, Any], spec: EngineSpec) -> None:
+    """Checks that the server of this /server_info is started as the recipe and the plan of a sync expect. Raises
+    EngineError, naming all arguments that differ."""
+    try:
+        config = answer["vllm_config"]
+        info = {**config, **config["model_config"], **config["parallel_config"]}
+        info["dtype"] = info["dtype"].removeprefix("torch.")
+    except (LookupError, TypeError, AttributeError):
+        raise EngineError(Problem(f"{spec.name}: /server_info", brief(answer), "that of vLLM 0.32")) from None
+    wanted = AS_STARTED | {"tensor_parallel_size": spec.recipe.rollout.layout.tensor, "dtype": spec.dtype}
+    require_arguments(spec.name, info, wanted, OWNED)
+
 
 class VllmEngine(ServedEngine):
-    """An engine over a vLLM server that megagrpo started.
+    """An engine over a vLLM server.
 
-    Raises ModelError if vLLM cannot hold the model so, or if there is no tokenizer.
+    Raises EngineError if a running server is started otherwise, ModelError if vLLM cannot hold the model so, or if
+    there is no tokenizer. A server of others that keeps its weights is asked for nothing but GENERATE.
     """
 
-    def __init__(self, spec: EngineSpec, server: Server) -> None:
+    def __init__(self, spec: EngineSpec, server: Server | None = None) -> None:
         layout, architecture = spec.recipe.rollout.layout, read_architecture(spec.model_directory)
         held = spec.dtype, spec.device, spec.index, spec.quantization
         manifests = [vllm_side.manifest(architecture, layout, rank, *held) for rank in range(layout.ranks)]
         super().__init__(spec, server, manifests, VllmClient)
+        try:
+            if not (server or spec.keeps_weights):
+                check_server(self._client.get("/server_info?config_format=json"), spec)
+        except EngineError:
+            self._client.close()
+            raise
         self._weights = VllmWeights(self._client.post, spec.name, manifests)
         options = spec.recipe.rollout.vllm.model_extra or {}
         self._sleeps = spec.device != "cpu" and bool(options.get("enable_sleep_mode"))

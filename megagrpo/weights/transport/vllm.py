@@ -89,7 +89,8 @@ class VllmLoader(Loader):
 
 
 def refuse_packed(model: torch.nn.Module) -> None:
-    """Raises ModelError naming experts whose kernel keeps parameters in a layout of its own."""
+    """Raises ModelError naming experts whose kernel keeps parameters in a layout of its own, or a parameter that vLLM
+    dropped when it packed it."""
     kernels = {
         name: backend.name
         for name, module in model.named_modules()
@@ -99,6 +100,10 @@ def refuse_packed(model: torch.nn.Module) -> None:
         (name, kernel), *_ = packed.items()
         fix = "rollout.vllm.moe_backend: triton"
         raise ModelError(Problem(name, f"experts packed for {kernel}", "a kernel that keeps their layout", fix))
+    for name, parameter in model.named_parameters():
+        if not parameter.numel():
+            needed, fix = "a server that a run starts: others drop it on CPUs", "rollout.engine: vllm"
+            raise ModelError(Problem(name, "packed by vLLM, and dropped", needed, fix))
 
 
 @torch.no_grad()

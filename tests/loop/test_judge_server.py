@@ -1,26 +1,29 @@
-"""A real SGLang server as a judge: the model says whether a response ends in a digit."""
+"""A real server as a judge: the model says whether a response ends in a digit."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megagrpo.recipe.schema import SglangConfig, VllmConfig
 from megagrpo.reward.scorer import Scorer
 from megagrpo.rollout.server import Server
-from megagrpo.rollout.sglang.arguments import start_server
 from tests.judge_server import asking
 from tests.reward_models import make_judge
 from tests.sglang.servers import START_SECONDS, server_spec
 from tests.unit.test_reward_judges import group_of, section
+from tests.vllm.servers import python
 
 SAMPLING = {"max_tokens": 8}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=["sglang", pytest.param("vllm", marks=pytest.mark.needs("vllm"))])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    settings = {"sglang": SglangConfig(), "vllm": VllmConfig(python=str(python()))}[request.param]
     root = tmp_path_factory.mktemp("judge")
     of_model = {"model_directory": str(make_judge(root / "model")), "log": root / "log", "tokens_per_request": 256}
-    started = start_server(server_spec(**of_model, requests_at_once=16, keeps_weights=True, answers_chats=True))
+    spec = server_spec(**of_model, settings=settings, requests_at_once=16, keeps_weights=True, chat_model="grader")
+    started = settings.engine_kind.server(spec)
     try:
         started.wait_until_ready(START_SECONDS)
         yield started
