@@ -142,6 +142,7 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
         return
     device, side = _device(recipe, plan_only), kind.side  # on GPUs, more splits may be supported
     if architecture:
+        yield from kind.context_problems(architecture, rollout)
         heads = next(size for axis, _, size in architecture.divided() if axis == "tensor")
         layouts = (EngineLayoutConfig(tensor=size) for size in divisors(heads))
         on = device, rollout.quantization

@@ -39,12 +39,12 @@ class Fit:
     @property
     def positions_max(self) -> int:
         """Returns the length of the longest sequence that may be sampled."""
-        return self.model.rope.sampled_max or self.model.max_positions
+        return self.model.sampled_max or self.model.max_positions
 
     @property
     def positions_key(self) -> str:
         """Returns the name of that limit."""
-        return f"{'original_' if self.model.rope.sampled_max else ''}max_position_embeddings"
+        return f"{'original_' if self.model.sampled_max else ''}max_position_embeddings"
 
     @property
     def tensor_sizes(self) -> str:

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megagrpo.errors import Problem
+from megagrpo.errors import Problem, brief
+from megagrpo.section import problem
+from megagrpo.weights.families.reading import read_json
+from megagrpo.weights.families.sglang_classes import SglangClass, key_problems
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CHECK_SECONDS = 300.0  # it imports part of an engine, in an environment that may lie on a slow file system
@@ -64,6 +67,20 @@ class Arguments:
             fix = f"{self.install}, or set {section}.python"
             problems.append(Problem(named_by, answer["environment"], answer["needed"], fix))
         return problems + [Problem(**{**one, "where": f"{section}.{one['where']}"}) for one in answer["problems"]]
+
+
+def model_problems(directory: Path, classes: Mapping[str, SglangClass], engine: str) -> list[Problem]:
+    """Returns problems of config.json. Without the name of a model class an engine exits after its start; without keys
+    that its class, one of `classes` by family, reads it exits, or takes defaults."""
+    path = directory / "config.json"
+    config = read_json(path)
+    architectures, of_class = config.get("architectures") or [], classes.get(str(config.get("model_type")))
+    problems = []
+    if not any(str(name).endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures):
+        problems.append(problem("class_of_the_model", config=path, architectures=brief(architectures)))
+    if of_class is not None:
+        problems += key_problems(str(path), config.get("text_config") or config, of_class, engine)
+    return problems
 
 
 def asked(

@@ -131,6 +131,10 @@ class EngineKind:
         """Finds reasons for which an engine cannot start with the model in this directory."""
         return ()
 
+    def context_problems(self, architecture: Architecture, rollout: RolloutConfig) -> Sequence[Problem]:
+        """Finds problems of the context length that the recipe gives to servers of this model."""
+        return ()
+
     @property
     def side(self) -> Any:
         """Returns the side of the weights of a kind that splits: a module of weights/sides with `split_problems`."""
@@ -266,9 +270,10 @@ class Sglang(External):
         return sglang_problems(section.sglang, f"{where}.sglang", f"{where}.{named_by}", plan_only=plan_only)
 
     def model_problems(self, directory: Path) -> Sequence[Problem]:
-        from megagrpo.rollout.sglang.arguments import model_problems
+        from megagrpo.rollout.arguments import model_problems
+        from megagrpo.weights.families import FAMILIES
 
-        return model_problems(directory)
+        return model_problems(directory, {name: family.sglang for name, family in FAMILIES.items()}, "SGLang")
 
     def memory(self, case: Case) -> EngineMemory:
         from megagrpo.rollout.sglang.memory import sglang_memory
@@ -341,6 +346,17 @@ class Vllm(ExternalVllm):
         from megagrpo.rollout.vllm.arguments import vllm_problems
 
         return vllm_problems(section.vllm, f"{where}.vllm", f"{where}.{named_by}", plan_only=plan_only)
+
+    def model_problems(self, directory: Path) -> Sequence[Problem]:
+        from megagrpo.rollout.arguments import model_problems
+        from megagrpo.weights.families.vllm_classes import CLASSES
+
+        return model_problems(directory, CLASSES, "vLLM")
+
+    def context_problems(self, architecture: Architecture, rollout: RolloutConfig) -> Sequence[Problem]:
+        from megagrpo.rollout.vllm.arguments import context_problems
+
+        return context_problems(architecture, self.options(rollout).get("max_model_len"))
 
     def memory(self, case: Case) -> EngineMemory:
         from megagrpo.rollout.vllm.memory import vllm_memory

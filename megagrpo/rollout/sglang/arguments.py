@@ -10,17 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megagrpo.errors import Problem, brief
+from megagrpo.errors import Problem
 from megagrpo.recipe.defaults import cpu_cache_tokens
 from megagrpo.recipe.schema import SglangConfig
 from megagrpo.rollout.arguments import Arguments, cores_of_ranks
 from megagrpo.rollout.server import Program, Server
 from megagrpo.rollout.sglang.launch import DEVICE_VARIABLE, MEETING_SCHEME, MEETING_VARIABLE
-from megagrpo.section import problem
 from megagrpo.weights.blocks import BLOCK
-from megagrpo.weights.families import FAMILIES
-from megagrpo.weights.families.reading import read_json
-from megagrpo.weights.families.sglang_classes import key_problems
 from megagrpo.weights.transport import LOAD_FORMAT
 
 if TYPE_CHECKING:
@@ -120,20 +116,6 @@ def sglang_problems(
     SGLang. With `plan_only` SGLang may be missing, and only names are checked."""
     interpreter, where = settings.python or sys.executable, f"{section}.python" if settings.python else named_by
     return ARGUMENTS.problems(settings.model_extra or {}, section, where, interpreter, plan_only=plan_only)
-
-
-def model_problems(directory: Path) -> list[Problem]:
-    """Returns problems of config.json: without the model class SGLang exits after its start; without keys that it reads
-    it exits, or takes defaults."""
-    path = directory / "config.json"
-    config = read_json(path)
-    architectures, family = config.get("architectures") or [], FAMILIES.get(str(config.get("model_type")))
-    problems = []
-    if not any(str(name).endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures):
-        problems.append(problem("class_of_the_model", config=path, architectures=brief(architectures)))
-    if family is not None:
-        problems += key_problems(str(path), config.get("text_config") or config, family.sglang)
-    return problems
 
 
 def server_arguments(spec: ServerSpec) -> dict[str, Any]:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megagrpo.errors import EngineError, Problem
+from megagrpo.errors import EngineError, ModelError, Problem
 from megagrpo.recipe.defaults import cpu_cache_tokens
 from megagrpo.recipe.schema import VllmConfig
 from megagrpo.rollout.arguments import Arguments, asked, cores_of_ranks
 from megagrpo.rollout.server import Program, Server
 from megagrpo.rollout.vllm.launch import DEVICE_VARIABLE
+from megagrpo.section import problem
 from megagrpo.weights.families import read_architecture
+from megagrpo.weights.families.reading import read_json
 from megagrpo.weights.transport import WORKER_EXTENSION
 
 if TYPE_CHECKING:
     from megagrpo.rollout.engine import ServerSpec
+    from megagrpo.weights.families.architecture import Architecture
 
 GENERATE = "/inference/v1/generate"
 PROGRAM = Program(
@@ -74,7 +78,7 @@ OWNED = (
             "load_format", "model_weights", "worker_cls", "worker_extension_cls", "weight_transfer_config",
             "quantization_config", "enable_lora", "lora_modules", "enable_eplb", "eplb_config", "cpu_offload_gb",
             "cpu_offload_params", "offload_backend", "offload_group_size", "prefill_context_parallel_size",
-            "decode_context_parallel_size", "model_impl", "model_class_overrides", "convert",
+            "decode_context_parallel_size", "model_impl", "model_class_overrides", "config_format",
         ),
         _WEIGHTS,
     )
@@ -115,6 +119,15 @@ def vllm_problems(settings: VllmConfig, section: str, named_by: str, *, plan_onl
     return ARGUMENTS.problems(settings.model_extra or {}, section, where, interpreter(settings), plan_only=plan_only)
 
 
+def context_problems(arch: Architecture, tokens: object) -> list[Problem]:
+    """Returns the problem of a `max_model_len`, None if there is none, above what longrope samples: vLLM then takes
+    the long factors for all tokens."""
+    most = arch.sampled_max
+    if tokens is None or most is None or (isinstance(tokens, int) and 0 < tokens <= most):
+        return []
+    return [problem("context_of_longrope", tokens=tokens, most=most)]
+
+
 def server_arguments(spec: ServerSpec) -> dict[str, Any]:
     """Returns arguments of `vllm serve`; the recipe's settings override the defaults.
 
@@ -145,14 +158,38 @@ def server_arguments(spec: ServerSpec) -> dict[str, Any]:
         arguments |= {"max_num_seqs": 1, "enable_prefix_caching": False}
     if spec.chat_model:
         return arguments | {"served_model_name": [spec.chat_model]}  # it refuses requests that name another
-    if not on_cpus:  # as the trainer; in bfloat16 each side would round in its own way
-        arguments["hf_overrides"] = {"head_dtype": "float32"} | dict(options.get("hf_overrides") or {})
-    return arguments | {
+    return arguments | arguments_of_policy(spec, arguments)
+
+
+def arguments_of_policy(spec: ServerSpec, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments of a server that samples for training, beside the others. Raises ModelError if it would compute
+    the model in another way than the trainer."""
+    arch = read_architecture(spec.model_directory)
+    if problems := context_problems(arch, arguments["max_model_len"]):
+        raise ModelError(problems)
+    changes = config_changes(arch, Path(spec.model_directory), keeps_weights=spec.keeps_weights)
+    of_device = {}
+    if spec.device != "cpu":
+        changes["head_dtype"] = "float32"  # as the trainer; in bfloat16 each side would round in its own way
+        if arch.experts:  # other kernels store the weights of experts in another order
+            of_device = {"moe_backend": arguments.get("moe_backend", "triton")}
+    return of_device | {
+        "hf_overrides": changes | dict(arguments.get("hf_overrides") or {}),
+        "config_format": "hf",  # Mistral's repositories have another one beside it
         "worker_extension_cls": WORKER_EXTENSION,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "language_model_only": True,  # updates have no vision tower
     }
+
+
+def config_changes(arch: Architecture, directory: Path, *, keeps_weights: bool) -> dict[str, Any]:
+    """Returns changes of config.json: without a window that no layer has (use_sliding_window: false), and without the
+    blocks of quantised files, whose weights are sent in the model's dtype. vLLM would follow both."""
+    windows = any(getattr(kind.attention, "window", None) for kind in arch.kinds)
+    unlike = {"sliding_window": not windows, "quantization_config": not keeps_weights}
+    given = read_json(directory / "config.json")
+    return {key: None for key, changes in unlike.items() if changes and given.get(key) is not None}
 
 
 def cpu_cache_bytes(spec: ServerSpec) -> int:
@@ -188,7 +225,7 @@ def server_environment(spec: ServerSpec) -> dict[str, str]:
 
 
 def start_server(spec: ServerSpec) -> Server:
-    """Starts a server. Raises EngineError."""
+    """Starts a server. Raises EngineError, or ModelError."""
     if spec.node is not None:
         fix = "fewer devices in rollout.layout, or engine: sglang"
         raise EngineError(Problem(spec.name, f"vLLM on {spec.node.nodes} nodes", "one node for each engine", fix))

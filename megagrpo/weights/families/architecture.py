@@ -155,6 +155,12 @@ class Architecture:
         return next(kind.attention.rope for kind in self.kinds if kind.attention.rope is not None)
 
     @property
+    def sampled_max(self) -> int | None:
+        """Returns the most tokens of a sequence that is sampled, if a rotary embedding limits them."""
+        ropes = [kind.attention.rope for kind in self.kinds]
+        return min((most for rope in ropes if rope and (most := rope.sampled_max)), default=None)
+
+    @property
     def only_local(self) -> str | None:
         """Returns what Transformer Engine's layers do not have of the model; None if they have all. They have one
         rotary embedding and one epsilon."""

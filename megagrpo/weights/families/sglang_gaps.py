@@ -31,7 +31,7 @@ def gap_problems(arch: Architecture, gaps: Iterable[Gap]) -> Iterator[Problem]:
             yield Problem(f"{arch.family} on SGLang: {gap.key}", str(given), gap.needed, gap.fix)
 
 
-def _of_attention(given: Callable[[Architecture, Attention], object]) -> Callable[[Architecture], object]:
+def of_attention(given: Callable[[Architecture, Attention], object]) -> Callable[[Architecture], object]:
     """Returns a function that gives the first value, not None, of some layer's attention by query groups."""
 
     def of_model(arch: Architecture) -> object:
@@ -41,9 +41,9 @@ def _of_attention(given: Callable[[Architecture, Attention], object]) -> Callabl
     return of_model
 
 
-def _of_rope(given: Callable[[Rope], object], *, local: bool = False) -> Callable[[Architecture], object]:
+def of_rope(given: Callable[[Rope], object], *, local: bool = False) -> Callable[[Architecture], object]:
     """Returns the same of some layer's rotary embedding, or of one in a layer with a window."""
-    return _of_attention(lambda arch, its: given(its.rope) if its.rope and (its.window or not local) else None)
+    return of_attention(lambda arch, its: given(its.rope) if its.rope and (its.window or not local) else None)
 
 
 def _scaling(rope: Rope) -> str | None:
@@ -95,35 +95,35 @@ CHOICE = Gap(
 WINDOW = Gap(
     "sliding_window",
     "null, or max_position_embeddings at least: SGLang ignores windows here",
-    _of_attention(lambda arch, its: its.window if its.window and its.window < arch.max_positions else None),
+    of_attention(lambda arch, its: its.window if its.window and its.window < arch.max_positions else None),
 )
 EVEN_WINDOWS = Gap("layer_types", "windows in every other layer from the first one on", _odd_windows)
 HEAD_DIM = Gap(
     "head_dim",
     "hidden_size / num_attention_heads",
-    _of_attention(lambda arch, its: its.head_dim if its.queries != arch.hidden else None),
+    of_attention(lambda arch, its: its.head_dim if its.queries != arch.hidden else None),
 )
-SCALING = Gap("rope_scaling", "a rotary embedding without scaling, which SGLang ignores here", _of_rope(_scaling))
+SCALING = Gap("rope_scaling", "a rotary embedding without scaling, which SGLang ignores here", of_rope(_scaling))
 LOCAL_SCALING = Gap(
     "rope_parameters.sliding_attention",
     "no scaling in layers with windows: SGLang ignores it",
-    _of_rope(_scaling, local=True),
+    of_rope(_scaling, local=True),
 )
-MAGNITUDE = Gap("attention_factor", "absent, or 1 + 0.1 ln(factor): SGLang reads no other", _of_rope(_own_magnitude))
+MAGNITUDE = Gap("attention_factor", "absent, or 1 + 0.1 ln(factor): SGLang reads no other", of_rope(_own_magnitude))
 QUARTER = Gap(
     "partial_rotary_factor",
     "0.25, which SGLang takes whatever rope_parameters says",
-    _of_rope(lambda rope: rope.part if rope.part != 0.25 else None),
+    of_rope(lambda rope: rope.part if rope.part != 0.25 else None),
 )
 MILLION = Gap(
     "rope_theta",
     "1000000, which SGLang takes in any case",
-    _of_rope(lambda rope: rope.theta if rope.theta != 1e6 else None),
+    of_rope(lambda rope: rope.theta if rope.theta != 1e6 else None),
 )
 TEMPERATURE = Gap(
     "original_max_position_embeddings",
     "16384, by which SGLang scales queries in any case",
-    _of_attention(
+    of_attention(
         lambda arch, its: its.temperature.positions if its.temperature and its.temperature.positions != 16384 else None
     ),
 )

@@ -6,11 +6,13 @@ They are told in the terms of SGLang's classes: the two engines name and cut mos
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from megagrpo.weights.families import sglang_gaps as gaps
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.families.parts.attention import Attention
+from megagrpo.weights.families.parts.attention import Attention, Rope
+from megagrpo.weights.families.parts.experts import Experts
 from megagrpo.weights.families.sglang_classes import SglangClass
 from megagrpo.weights.families.sglang_gaps import Gap
 
@@ -22,6 +24,36 @@ def _temperature(arch: Architecture) -> object:
     return next((its.positions for its in found if its and its.positions < arch.max_positions), None)
 
 
+def _long_factor(arch: Architecture) -> object:
+    longs = [long for its in arch.kinds if (rope := its.attention.rope) and (long := rope.long)]
+    others = (
+        long.factor for long in longs if not _close(long.factor, arch.max_positions / long.original_max_positions)
+    )
+    return next(others, None)
+
+
+def _own_magnitude(rope: Rope) -> object:
+    """Returns what makes yarn's magnitude another than the usual one."""
+    if (yarn := rope.yarn) is None:
+        return None
+    if yarn.magnitude is not None:
+        return None if _close(yarn.magnitude, 1 + 0.1 * math.log(yarn.factor)) else yarn.magnitude
+    return yarn.mscale_all_dim or None
+
+
+def _close(given: float, wanted: float) -> bool:
+    return math.isclose(given, wanted, rel_tol=1e-6)
+
+
+def _never_rotates(arch: Architecture) -> object:
+    return "no window, and no rotary embedding" if all(its.attention.rope is None for its in arch.kinds) else None
+
+
+def _clamp(arch: Architecture) -> object:
+    found = (its.mlp.clamp for its in arch.kinds if isinstance(its.mlp, Experts))
+    return next((clamp for clamp in found if clamp != 7.0), None)
+
+
 TEMPERATURE = Gap(
     "original_max_position_embeddings",
     "max_position_embeddings or more, so that queries do not grow: vLLM reads their factor from another key",
@@ -29,6 +61,47 @@ TEMPERATURE = Gap(
     OTHER_ENGINES,
 )
 OWN_HEAD = replace(gaps.OWN_HEAD, needed="true: vLLM loads no other head here", fix=OTHER_ENGINES)
+HEAD_DIM = replace(gaps.HEAD_DIM, fix=OTHER_ENGINES)
+BIAS = Gap(
+    "qkv_bias",
+    "true: vLLM has biases here",
+    gaps.of_attention(lambda arch, its: None if its.bias else "false"),
+    OTHER_ENGINES,
+)
+LONG_FACTOR = Gap(
+    "rope_scaling.factor",
+    "absent, or max_position_embeddings / original_max_position_embeddings: vLLM reads no other",
+    _long_factor,
+    OTHER_ENGINES,
+)
+NEVER_ROTATES = Gap(
+    "layer_types",
+    "a layer with a window, or sliding_window: null. vLLM rotates all layers if none has a window",
+    _never_rotates,
+    OTHER_ENGINES,
+)
+OF_GPT_OSS = (
+    replace(gaps.EVEN_WINDOWS, fix=OTHER_ENGINES),
+    Gap(
+        "rope_type",
+        "yarn: vLLM has no other here",
+        gaps.of_rope(lambda its: None if its.yarn else "no scaling"),
+        OTHER_ENGINES,
+    ),
+    Gap(
+        "attention_factor or mscale_all_dim",
+        "absent, or an attention_factor of 1 + 0.1 ln(factor): vLLM reads neither here",
+        gaps.of_rope(_own_magnitude),
+        OTHER_ENGINES,
+    ),
+    Gap(
+        "rms_norm_eps",
+        "1e-05, which vLLM takes in any case",
+        lambda arch: None if _close(arch.norm_epsilon, 1e-5) else arch.norm_epsilon,
+        OTHER_ENGINES,
+    ),
+    Gap("swiglu_limit", "7, which vLLM takes in any case", _clamp, OTHER_ENGINES),
+)
 
 RENAMED = (
     (".experts.w", ".experts.routed_experts.w"),
@@ -37,13 +110,14 @@ RENAMED = (
 )
 """Parts of parameters' names in SGLang, and vLLM's."""
 USUAL = SglangClass(renamed=RENAMED)
-DEEPSEEK = replace(USUAL, ties="never", keys=gaps.DEEPSEEKS_ROUTER)
+ROUTER = {key: gaps.DEEPSEEKS_ROUTER[key] for key in ("topk_method", "scoring_func")}
+DEEPSEEK = replace(USUAL, ties="never", keys=ROUTER)
 
 CLASSES: dict[str, SglangClass] = {
     "arcee": USUAL,
     "deepseek_v3": DEEPSEEK,
     "ernie4_5": USUAL,
-    "exaone4": USUAL,
+    "exaone4": replace(USUAL, gaps=(NEVER_ROTATES,)),
     "gemma2": replace(USUAL, gaps=(OWN_HEAD,)),
     "gemma3_text": USUAL,
     "glm4": USUAL,
@@ -52,6 +126,7 @@ CLASSES: dict[str, SglangClass] = {
         USUAL,
         ties="never",
         alternates=True,
+        gaps=OF_GPT_OSS,
         renamed=(*RENAMED, ("model.embed_tokens.", "model.embedding."), (".self_attn.", ".attn.")),
     ),
     "granite": USUAL,
@@ -62,9 +137,9 @@ CLASSES: dict[str, SglangClass] = {
     "mixtral": USUAL,
     "olmo2": USUAL,
     "olmo3": USUAL,
-    "phi3": USUAL,
-    "qwen2": USUAL,
-    "qwen2_moe": USUAL,
+    "phi3": replace(USUAL, gaps=(LONG_FACTOR,)),
+    "qwen2": replace(USUAL, gaps=(HEAD_DIM,)),
+    "qwen2_moe": replace(USUAL, gaps=(HEAD_DIM, BIAS)),
     "qwen3": USUAL,
     "qwen3_moe": USUAL,
     "seed_oss": USUAL,
