@@ -9,15 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megagrpo.errors import EngineError, Problem
+from megagrpo.errors import EngineError, ModelError, Problem
 from megagrpo.plan.case import Case
 from megagrpo.preflight.machine import engine_problems
 from megagrpo.recipe.schema import EngineLayoutConfig, VllmConfig
 from megagrpo.rollout.client import Endpoint
 from megagrpo.rollout.engine import EngineNode, EngineSpec, ServerSpec
+from megagrpo.rollout.kinds import ENGINES
 from megagrpo.rollout.requests import SEED_BITS, nothing_sampled
 from megagrpo.rollout.vllm import arguments
-from megagrpo.rollout.vllm.arguments import interpreter, server_arguments, server_environment, vllm_problems
+from megagrpo.rollout.vllm.arguments import (
+    context_problems,
+    interpreter,
+    server_arguments,
+    server_environment,
+    vllm_problems,
+)
 from megagrpo.rollout.vllm.client import VllmAnswer, VllmClient, generate_body, seed_of
 from megagrpo.rollout.vllm.engine import AS_STARTED, check_server
 from megagrpo.rollout.vllm.launch import tell_versions, words
@@ -25,7 +32,7 @@ from megagrpo.rollout.vllm.memory import rank_parameters, vllm_memory
 from megagrpo.types import SamplingParams
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.sides import vllm as side
-from tests import plans
+from tests import plans, tiny_models
 from tests.rollout_engines import request
 from tests.tiny_run import make_model, recipe_with
 
@@ -138,8 +145,48 @@ def test_the_recipes_arguments_win_over_defaults_but_not_over_ours(tmp_path: Pat
     assert not {"worker_extension_cls", "logprobs_mode"} & kept.keys()
     on_gpu = server_arguments(spec(directory, device="cuda", settings=VllmConfig(hf_overrides={"a": 1})))  # type: ignore[call-arg]
     assert on_gpu["hf_overrides"] == {"head_dtype": "float32", "a": 1}
+    assert "moe_backend" not in on_gpu
     assert not {"enforce_eager", "kv_cache_memory_bytes"} & on_gpu.keys()
     assert server_arguments(spec(directory, deterministic=True))["max_num_seqs"] == 1
+
+
+def test_experts_on_gpus_get_the_kernel_that_keeps_their_layout_unless_the_recipe_names_one(tmp_path: Path) -> None:
+    on_gpu = spec(tiny_models.make_model("qwen3_moe", tmp_path / "moe"), device="cuda")
+    assert server_arguments(on_gpu)["moe_backend"] == "triton"
+    named = VllmConfig(moe_backend="flashinfer_cutlass")  # type: ignore[call-arg]
+    assert server_arguments(replace(on_gpu, settings=named))["moe_backend"] == "flashinfer_cutlass"
+    assert "moe_backend" not in server_arguments(replace(on_gpu, device="cpu"))
+    assert "moe_backend" not in server_arguments(replace(on_gpu, answers_chats=True))
+
+
+def test_a_window_that_no_layer_has_and_blocks_of_files_are_kept_from_vllm(tmp_path: Path) -> None:
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    unused = make_model(tmp_path / "a", sliding_window=4, use_sliding_window=False, quantization_config=blocks)
+    assert server_arguments(spec(unused))["hf_overrides"] == {"sliding_window": None, "quantization_config": None}
+    assert server_arguments(spec(unused, keeps_weights=True))["hf_overrides"] == {"sliding_window": None}
+    used = tiny_models.make_model("mistral_window", tmp_path / "b")
+    assert server_arguments(spec(used))["hf_overrides"] == {}
+
+
+def test_a_context_beyond_longropes_first_one_is_refused(tmp_path: Path) -> None:
+    directory = tiny_models.make_model("phi3_long", tmp_path / "long")
+    arch, recipe = read_architecture(directory), recipe_with("rollout.engine=vllm", "rollout.vllm.max_model_len=33")
+    (problem,) = recipe.rollout.kind.context_problems(arch, recipe.rollout)
+    assert "at most 32" in problem.needed
+    assert problem in engine_problems(recipe, arch, plan_only=True)
+    assert not context_problems(arch, 32)
+    assert context_problems(arch, "auto")
+    assert not context_problems(read_architecture(make_model(tmp_path / "other")), 10**6)
+    with pytest.raises(ModelError, match="max_model_len"):
+        server_arguments(spec(directory, tokens_per_request=33))
+    assert server_arguments(spec(directory, tokens_per_request=32))["max_model_len"] == 32
+
+
+def test_keys_that_vllm_reads_and_a_config_lacks_are_named(tmp_path: Path) -> None:
+    directory = tiny_models.make_model("kimi_k2", tmp_path / "model")
+    problems = ENGINES["vllm"].model_problems(directory)
+    assert [problem.where.rpartition(": ")[2] for problem in problems] == ["topk_method", "scoring_func"]
+    assert not ENGINES["vllm"].model_problems(tiny_models.make_model("deepseek_v3", tmp_path / "whole"))
 
 
 def test_ranks_and_engines_on_cpus_share_cores_and_nothing_of_our_own_environment(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from megagrpo.weights.sides import vllm
 from megagrpo.weights.transport.choice import Channel, TransportName
 from megagrpo.weights.transport.rendezvous import RendezvousHost
 from megagrpo.weights.transport.vllm import VllmWeights, WeightsExtension, derive, refuse_packed
-from tests.tiny_models import YARN_ROPE, config_of
+from tests.tiny_models import LONG_ROPE, YARN_ROPE, config_of
 
 
 def architecture(family: str, **changes: Any) -> Architecture:
@@ -35,6 +35,7 @@ def wheres(arch: Architecture, device: str = "cuda", quantization: str | None = 
     return [f"{problem.where}: {problem.given}" for problem in problems]
 
 
+FULL = {"layer_types": ["full_attention"] * 4}
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 
@@ -58,6 +59,17 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
         ("gemma2", {"tie_word_embeddings": True}, {}, []),
         ("ministral3", {}, {}, ["original_max_position_embeddings: 16"]),
         ("ministral3", {"rope_parameters": YARN_ROPE}, {}, []),
+        ("phi3_long", {}, {}, []),
+        ("phi3_long", {"rope_parameters": {**LONG_ROPE, "factor": 9.0}}, {}, ["rope_scaling.factor: 9.0"]),
+        ("qwen2", {"head_dim": 16}, {}, ["head_dim: 16"]),
+        ("qwen2_moe", {"qkv_bias": False}, {}, ["qkv_bias: false"]),
+        ("exaone4", FULL, {}, ["layer_types: no window, and no rotary embedding"]),
+        ("exaone4", FULL | {"sliding_window": None}, {}, []),
+        ("gpt_oss", FULL, {}, ["layer_types: other layers with windows"]),
+        ("gpt_oss", {"rms_norm_eps": 1e-6, "swiglu_limit": 5.0}, {}, ["rms_norm_eps: 1e-06", "swiglu_limit: 5.0"]),
+        ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, {}, ["rope_type: no scaling"]),
+        ("gpt_oss", {"rope_parameters": YARN_ROPE}, {}, ["attention_factor or mscale_all_dim: 0.7"]),
+        ("gpt_oss", {"rope_parameters": YARN_ROPE | {"attention_factor": 1.5}}, {}, ["mscale_all_dim: 1.5"]),
         ("olmo2", {}, {"tensor": 2}, ["olmo2 over tensor = 2: norms of all heads together"]),
         ("qwen3_next", {}, {}, ["qwen3_next on vLLM: gated delta nets"]),
         ("mistral3", {}, {}, ["a vision tower"]),

@@ -3,6 +3,7 @@ The models' first weights in vLLM are meaningless: all come by updates."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import EngineLayoutConfig
+from megagrpo.rollout.vllm.arguments import config_changes
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.vllm_classes import CLASSES
 from megagrpo.weights.plan import make_plan
@@ -110,9 +112,9 @@ class Updates:
         self.weights.close()
 
 
-def start(engine: InProcess, directory: Path, tensor: int) -> None:
-    arguments = {"model": str(directory), "max_model_len": 32, "tensor_parallel_size": tensor}
-    engine.post("/start", {"arguments": {**SETTINGS, **arguments, "worker_extension_cls": WORKER_EXTENSION}})
+def start(engine: InProcess, directory: Path, tensor: int, **more: Any) -> None:
+    arguments = {"model": str(directory), "max_model_len": 32, "tensor_parallel_size": tensor, "config_format": "hf"}
+    engine.post("/start", {"arguments": {**SETTINGS, **arguments, **more, "worker_extension_cls": WORKER_EXTENSION}})
 
 
 def difference(engine: InProcess, directory: Path) -> float:
@@ -162,6 +164,45 @@ def test_logprobs_are_those_of_transformers_after_every_update(
 )
 def test_logprobs_of_two_ranks_are_those_of_transformers(two_ranks: InProcess, family: str, tmp_path: Path) -> None:
     assert max(follows(two_ranks, family, 2, ParallelLayout(tensor=2), tmp_path)) < TOLERANCE
+
+
+@pytest.mark.soak
+def test_vllm_takes_other_factors_where_a_context_beyond_longropes_first_one_is_refused(
+    one_rank: InProcess, tmp_path: Path
+) -> None:
+    directory = model_directory("phi3_long", tmp_path / "model", **CHANGES["phi3_long"])
+    most = read_architecture(directory).sampled_max
+    assert most == 32
+    differences = [first_difference(one_rank, directory, max_model_len=tokens) for tokens in (most, most + 1)]
+    assert differences[0] < TOLERANCE < 0.1 < differences[1]
+
+
+@pytest.mark.long
+def test_vllm_follows_neither_a_window_that_no_layer_has_nor_blocks_of_files(
+    one_rank: InProcess, tmp_path: Path
+) -> None:
+    directory = model_directory("llama", tmp_path / "model", head_dim=32)
+    config = directory / "config.json"
+    as_made = json.loads(config.read_text())
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    unused = {"sliding_window": 4, "use_sliding_window": False, "quantization_config": blocks}
+    config.write_text(json.dumps(as_made | unused))
+    changes = config_changes(read_architecture(directory), directory, keeps_weights=False)
+    start(one_rank, directory, 1, hf_overrides=changes)
+    config.write_text(json.dumps(as_made))
+    assert difference_after_update(one_rank, directory) < TOLERANCE
+
+
+def first_difference(engine: InProcess, directory: Path, **arguments: Any) -> float:
+    start(engine, directory, 1, **arguments)
+    return difference_after_update(engine, directory)
+
+
+def difference_after_update(engine: InProcess, directory: Path) -> float:
+    updates = Updates(engine, directory, 1, ParallelLayout(), TransportName.SHARED_MEMORY)
+    updates.send(0, directory)
+    updates.close()
+    return difference(engine, directory)
 
 
 @pytest.mark.long
