@@ -55,12 +55,12 @@ class Layer:
             rank.whole("self_attn_bda.norm.weight", of.roles["attention_output_norm"])
             rank.whole("mlp_bda.norm.weight", of.roles["mlp_output_norm"])
 
-    def on_sglang(self, rank: LayerOnEngine, of: LayerTensors) -> None:
+    def on_engine(self, rank: LayerOnEngine, of: LayerTensors) -> None:
         for role, tensor in of.roles.items():
             if role.endswith("norm") and role not in ("q_norm", "k_norm"):
                 rank.whole(tensor)
-        self.attention.on_sglang(rank, of)
-        self.mlp.on_sglang(rank, of)
+        self.attention.on_engine(rank, of)
+        self.mlp.on_engine(rank, of)
 
     def fields(self) -> dict[str, Any]:
         """Returns the fields of Megatron's TransformerConfig that describe its parts."""

@@ -81,7 +81,7 @@ def manifest(
     if first or FAMILIES[arch.family].sglang.embedding_on_every_stage:
         rank_of_stage.add_vocabulary(model.roles["embedding"])
     for layer in stage_layers(len(arch.layers), stage, layout.pipeline):
-        arch.layers[layer].on_sglang(rank_of_stage, model.layers[layer])
+        arch.layers[layer].on_engine(rank_of_stage, model.layers[layer])
     if last:
         builder.whole(model.roles["final_norm"].name, model.roles["final_norm"])
     if arch.tied_embeddings:
@@ -115,7 +115,7 @@ def _block_problems(arch: Architecture, layout: EngineSizes) -> tuple[Problem, .
     sample, builder = arch.sample(), ManifestBuilder("an engine rank", "bfloat16")
     rank = LayerOnEngine(sample, layout, 0, "cuda", builder)
     for layer, tensors in zip(sample.layers, tensors_by_role(sample).layers, strict=True):
-        layer.on_sglang(rank, tensors)
+        layer.on_engine(rank, tensors)
     try:
         in_blocks(builder.build(), quantized_shapes(sample))
     except ModelError as error:
@@ -175,7 +175,7 @@ def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
     if 0 < arch.experts < least:
         problems.append(Problem(where, f"experts: {arch.experts}", f"at least {least}, as SGLang demands"))
     parts = dict.fromkeys(part for kind in arch.kinds for part in (kind.attention, kind.mlp))
-    return problems + [Problem(where, *unmet) for part in parts for unmet in part.unmet_on_sglang(layout, device)]
+    return problems + [Problem(where, *unmet) for part in parts for unmet in part.unmet_on_engine(layout, device)]
 
 
 def _padded(size: int, multiple: int) -> int:
@@ -193,7 +193,7 @@ class LayerOnEngine:
     builder: ManifestBuilder
 
     @property
-    def sglang(self) -> SglangClass:
+    def of_class(self) -> SglangClass:
         return FAMILIES[self.arch.family].sglang
 
     @property
@@ -206,7 +206,7 @@ class LayerOnEngine:
         return self.rank % self.group
 
     def add_vocabulary(self, tensor: Tensor, storage: str = "") -> None:
-        how = "cut" if storage or tensor.role != "embedding" else self.sglang.embedding
+        how = "cut" if storage or tensor.role != "embedding" else self.of_class.embedding
         if how == "whole":
             self.builder.whole(tensor.name, tensor)
             return
@@ -226,7 +226,7 @@ class LayerOnEngine:
     def rows(self, rows: Sequence[Rows], fused: tuple[str, str] = ("", ""), *, wide: bool = False) -> None:
         """Adds rows of tensors, one after another. `fused`: a part of the first one's name, and SGLang's in its place
         for all of them. `wide`: in float32."""
-        if fused[0] and not self.sglang.fuses:
+        if fused[0] and not self.of_class.fuses:
             for part in rows:
                 self.rows([part])
             return
@@ -244,9 +244,9 @@ class LayerOnEngine:
         """Adds this rank's part of an MLP with the matrices `up` before its activation. `ffn` is the size of the whole
         MLP with padding."""
         tensor = self.layout.tensor
-        for fused in [up] if self.sglang.fuses else [[matrix] for matrix in up]:
+        for fused in [up] if self.of_class.fuses else [[matrix] for matrix in up]:
             rows = [part for matrix in fused for part in padded_shard(matrix, ffn, self.rank, tensor)]
-            name = up[0].name.replace("gate_proj", "gate_up_proj") if self.sglang.fuses else fused[0].name
+            name = up[0].name.replace("gate_proj", "gate_up_proj") if self.of_class.fuses else fused[0].name
             self.builder.rows(name, rows, up[0].shape[1:])
         self.builder.columns(down.name, down, self.rank, tensor, ffn)
 
@@ -259,7 +259,7 @@ class LayerOnEngine:
         held, width = experts[run * count : (run + 1) * count], self.padded(ffn) // shards
         module, _, _ = router.name.removesuffix(".weight").rpartition(".")
         prefix, pair = module + ".experts.", ("expert_gate", "expert_up")
-        if self.sglang.alternates:
+        if self.of_class.alternates:
             for suffix, dtype in (("", ""), ("_bias", "float32"))[: 1 + bias]:
                 alternating = [[roles[role + suffix] for role in pair] for roles in held]
                 self.builder.alternating(f"{prefix}w13_weight{suffix}", alternating, index, shards, dtype)

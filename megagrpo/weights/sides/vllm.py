@@ -36,7 +36,7 @@ class LayerOnVllm(LayerOnEngine):
     """Tensor rank `rank`."""
 
     @property
-    def sglang(self) -> SglangClass:
+    def of_class(self) -> SglangClass:
         return CLASSES[self.arch.family]
 
 
@@ -59,7 +59,7 @@ def manifest(
     of_rank = LayerOnVllm(arch, layout, rank, "cuda", builder)  # MLPs are not padded, as on GPUs
     of_rank.add_vocabulary(model.roles["embedding"])
     for layer, tensors in zip(arch.layers, model.layers, strict=True):
-        layer.on_sglang(of_rank, tensors)
+        layer.on_engine(of_rank, tensors)
     builder.whole(model.roles["final_norm"].name, model.roles["final_norm"])
     if not arch.tied_embeddings:
         of_rank.add_vocabulary(model.roles["head"])
@@ -103,7 +103,7 @@ def split_problems(
     if arch.tied_embeddings and of_class.ties == "never":
         problems.append(Problem(where, "tied embeddings", "a head of its own: vLLM's class has no head for them"))
     parts = dict.fromkeys(part for kind in arch.kinds for part in (kind.attention, kind.mlp))
-    return problems + [Problem(where, *unmet) for part in parts for unmet in part.unmet_on_sglang(layout, "cuda")]
+    return problems + [Problem(where, *unmet) for part in parts for unmet in part.unmet_on_engine(layout, "cuda")]
 
 
 def _cpu_problems(arch: Architecture) -> list[Problem]:

@@ -224,10 +224,10 @@ class Attention:
 
     # --- SGLang -------------------------------------------------------------------------------------------------------
 
-    def on_sglang(self, rank: LayerOnEngine, of: LayerTensors) -> None:
+    def on_engine(self, rank: LayerOnEngine, of: LayerTensors) -> None:
         for suffix in ("", *(["_bias"] if self.bias else [])):
             rank.rows(self._by_head(rank, of.roles, suffix), ("q_proj", "qkv_proj"))
-        if self.norm == "projection" and rank.sglang.cuts_norms:
+        if self.norm == "projection" and rank.of_class.cuts_norms:
             rank.rows([rank.shard(of.roles["q_norm"])])
             rank.rows([self._keys(rank, of.roles["k_norm"])])
         elif self.norm:
@@ -254,7 +254,7 @@ class Attention:
         first, count = rank.group_rank * self.groups // rank.group, max(1, self.groups // rank.group)
         return Rows(tensor, first * self.head_dim, count * self.head_dim)
 
-    def unmet_on_sglang(self, sizes: EngineSizes, device: str) -> Iterator[Unmet]:
+    def unmet_on_engine(self, sizes: EngineSizes, device: str) -> Iterator[Unmet]:
         """Yields what the ranks of an engine must divide, or those of them that share the attention."""
         tensor, group = sizes.tensor, sizes.tensor // sizes.attention_data
         if self.heads % (ranks := tensor if device == "cpu" else group):

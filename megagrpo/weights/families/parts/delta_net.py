@@ -93,13 +93,13 @@ class DeltaNet:
 
     # --- SGLang -------------------------------------------------------------------------------------------------------
 
-    def on_sglang(self, rank: LayerOnEngine, of: LayerTensors) -> None:
+    def on_engine(self, rank: LayerOnEngine, of: LayerTensors) -> None:
         def rows(kind: str, names: str, fused: tuple[str, str], runs: int = 1) -> None:
             parts = [(its := rank.shard(of.roles[f"{kind}_{name}"]), its.count // runs) for name in names]
             by_run = [Rows(its.tensor, its.start + run * count, count) for run in range(runs) for its, count in parts]
             rank.rows(by_run, fused)
 
-        heads = self.key_heads // rank.group if rank.sglang.by_key_head else 1
+        heads = self.key_heads // rank.group if rank.of_class.by_key_head else 1
         rows("delta", "qkvz", ("in_proj_q", "in_proj_qkvz"), heads)
         rows("delta", "ba", ("in_proj_b", "in_proj_ba"), heads)
         rows("conv", "qkv", ("conv_q", "conv1d"))
@@ -107,7 +107,7 @@ class DeltaNet:
         rank.rows([rank.shard(of.roles["dt_bias"])])
         rank.columns(of.roles["delta_o"])
 
-    def unmet_on_sglang(self, sizes: EngineSizes, device: str) -> Iterator[Unmet]:
+    def unmet_on_engine(self, sizes: EngineSizes, device: str) -> Iterator[Unmet]:
         if device == "cpu":
             yield Unmet("a gated delta net", "a GPU: SGLang's kernels for it are Triton's")
         elif self.key_heads % (group := sizes.tensor // sizes.attention_data):

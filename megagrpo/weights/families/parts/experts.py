@@ -154,10 +154,10 @@ class Experts:
 
     # --- SGLang -------------------------------------------------------------------------------------------------------
 
-    def on_sglang(self, rank: LayerOnEngine, of: LayerTensors) -> None:
+    def on_engine(self, rank: LayerOnEngine, of: LayerTensors) -> None:
         """Adds the whole router, the experts of this rank, and its part of the shared experts."""
         roles = of.roles
-        rank.whole(roles["router"], wide=rank.sglang.wide_router)
+        rank.whole(roles["router"], wide=rank.of_class.wide_router)
         if self.bias:
             rank.whole(roles["router_linear_bias"])
         if self.router is not None:
@@ -171,7 +171,7 @@ class Experts:
         if self.shared_weight:
             rank.whole(roles["shared_weight"])
 
-    def unmet_on_sglang(self, sizes: EngineSizes, device: str) -> Iterator[Unmet]:
+    def unmet_on_engine(self, sizes: EngineSizes, device: str) -> Iterator[Unmet]:
         shared = 0 if device == "cpu" else self.shared_ffn  # on CPUs SGLang pads it
         rules = {
             "experts": (self.experts, sizes.expert),

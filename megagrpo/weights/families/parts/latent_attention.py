@@ -115,7 +115,7 @@ class LatentAttention:
 
     # --- SGLang -------------------------------------------------------------------------------------------------------
 
-    def on_sglang(self, rank: LayerOnEngine, of: LayerTensors) -> None:
+    def on_engine(self, rank: LayerOnEngine, of: LayerTensors) -> None:
         """Adds the projections down whole, fused if queries have one, and the projections up, cut by heads."""
         roles = of.roles
         if "q_down" in roles:
@@ -127,7 +127,7 @@ class LatentAttention:
             rank.rows([rank.shard(tensor)])
         rank.columns(roles["o"])
 
-    def unmet_on_sglang(self, sizes: EngineSizes, device: str) -> Iterator[Unmet]:
+    def unmet_on_engine(self, sizes: EngineSizes, device: str) -> Iterator[Unmet]:
         ranks = sizes.tensor if device == "cpu" else sizes.tensor // sizes.attention_data
         if self.heads % ranks:
             yield Unmet(f"attention heads: {self.heads}", f"a multiple of {ranks}")

@@ -61,14 +61,14 @@ class Mlp:
     def divided(self) -> list[Divided]:
         return [Divided("tensor", "MLP columns (intermediate_size)", self.ffn)]
 
-    def on_sglang(self, rank: LayerOnEngine, of: LayerTensors) -> None:
+    def on_engine(self, rank: LayerOnEngine, of: LayerTensors) -> None:
         rank.mlp(self._up(of.roles), of.roles["down"], rank.padded(self.ffn))
 
     def _up(self, roles: Roles) -> list[Tensor]:
         """Returns the matrices before the activation."""
         return [roles["gate"], roles["up"]] if self.gated else [roles["up"]]
 
-    def unmet_on_sglang(self, sizes: EngineSizes, device: str) -> Iterator[Unmet]:
+    def unmet_on_engine(self, sizes: EngineSizes, device: str) -> Iterator[Unmet]:
         if device != "cpu" and self.ffn % sizes.tensor:  # on CPUs SGLang pads it
             yield Unmet(f"ffn: {self.ffn}", f"a multiple of {sizes.tensor}")
 
