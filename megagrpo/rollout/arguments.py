@@ -16,15 +16,9 @@ from megagrpo.section import problem
 from megagrpo.weights.families.reading import read_json
 from megagrpo.weights.families.sglang_classes import SglangClass, key_problems
 
-PACKAGE = Path(__file__).resolve().parents[1]
+FIND = Path(__file__).with_name("find_megagrpo.py")
 CHECK_SECONDS = 300.0  # it imports part of an engine, in an environment that may lie on a slow file system
-RUN = (
-    "import importlib.util, runpy, sys; package, module = sys.argv[1:]; "
-    "spec = importlib.util.spec_from_file_location("
-    "'megagrpo', package + '/__init__.py', submodule_search_locations=[package]); "
-    "sys.modules['megagrpo'] = importlib.util.module_from_spec(spec); "
-    "runpy.run_module(module, run_name='__main__')"
-)
+RUN = "import runpy, sys; runpy.run_path(sys.argv[1]); runpy.run_module(sys.argv[2], run_name='__main__')"
 """A program that runs a module of this megagrpo in an environment that has none, or another one."""
 
 
@@ -90,7 +84,7 @@ def asked(
     interpreter's fault."""
     try:
         check = subprocess.run(
-            [interpreter, "-c", RUN, str(PACKAGE), module],
+            [interpreter, "-c", RUN, str(FIND), module],
             input=json.dumps({"options": dict(options), "names_only": names_only}),
             env={**os.environ, **environment},
             capture_output=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from megagrpo.rollout.requests import SEED_BITS, nothing_sampled
 from megagrpo.rollout.vllm import arguments
 from megagrpo.rollout.vllm.arguments import (
     context_problems,
+    installed_version,
     interpreter,
     server_arguments,
     server_environment,
@@ -210,11 +212,16 @@ def test_arguments_of_ours_are_refused_with_the_key_that_decides(monkeypatch: py
 
 def test_the_environment_beside_the_run_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "venv-vllm" not in interpreter(VllmConfig())
-    made = tmp_path / ".venv-vllm" / "bin" / "python"
-    made.parent.mkdir(parents=True)
-    made.touch()
-    assert interpreter(VllmConfig()) == str(made)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "installed" / "megagrpo"))
+    monkeypatch.setattr("megagrpo.rollout.vllm.arguments.asked", lambda *asked: pytest.fail("a process was started"))
+    monkeypatch.setattr("megagrpo.rollout.vllm.arguments.find_spec", lambda name: None)
+    assert interpreter(VllmConfig()) == sys.executable
+    assert installed_version() == ("", "")
+    for folder in ("installed", "."):
+        made = tmp_path / folder / ".venv-vllm" / "bin" / "python"
+        made.parent.mkdir(parents=True)
+        made.touch()
+        assert interpreter(VllmConfig()) == str(made)
     assert interpreter(VllmConfig(python="other")) == "other"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.recipe.schema import VllmConfig
-from megagrpo.rollout.arguments import PACKAGE, RUN
+from megagrpo.rollout.arguments import FIND, RUN
 from megagrpo.rollout.vllm.arguments import OWNED, server_arguments, vllm_problems
 from tests.tiny_run import make_model
 from tests.unit.test_rollout_vllm import spec
@@ -59,11 +59,8 @@ def test_a_plan_knows_the_names_of_all_arguments_without_importing_vllm(tmp_path
 
 
 def run(program: str) -> list:  # type: ignore[type-arg]
-    program = (
-        RUN.partition("runpy.run_module")[0].replace("package, module = sys.argv[1:]", "package = sys.argv[1]")
-        + program
-    )
-    done = subprocess.run([str(python()), "-c", program, str(PACKAGE)], capture_output=True, text=True, check=False)
+    program = RUN.partition("runpy.run_module")[0] + program
+    done = subprocess.run([str(python()), "-c", program, str(FIND)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     answer: list = json.loads(done.stdout.splitlines()[-1])  # type: ignore[type-arg]
     return answer

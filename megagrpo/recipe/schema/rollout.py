@@ -76,8 +76,8 @@ class VllmConfig(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, use_attribute_docstrings=True)
 
     python: str | None = None
-    """Interpreter of an environment that has vLLM. The default is .venv-vllm/bin/python in the working directory if it
-    exists, else the one that runs megagrpo."""
+    """Interpreter of an environment that has vLLM. The default is .venv-vllm/bin/python, in the working directory or
+    beside the environment that runs megagrpo, if it exists, else the one that runs megagrpo."""
 
     @property
     def engine_kind(self) -> EngineKind:

@@ -32,6 +32,7 @@ import json
 import multiprocessing
 import os
 import re
+import runpy
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -49,16 +50,6 @@ DEVICE_VARIABLE = "MEGAGRPO_SGLANG_DEVICE"
 MEETING_VARIABLE = "MEGAGRPO_SGLANG_MEETING"
 """The store in which the ranks of a server on several nodes meet: a StoreAddress as JSON. Not set on one node."""
 MEETING_SCHEME = "megagrpo"
-PACKAGE = Path(__file__).resolve().parents[2]
-
-
-def find_megagrpo() -> None:
-    """Makes the megagrpo that started the server importable, and nothing else of its environment."""
-    spec = importlib.util.spec_from_file_location(
-        "megagrpo", PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
-    )
-    if "megagrpo" not in sys.modules and spec is not None:
-        sys.modules["megagrpo"] = importlib.util.module_from_spec(spec)
 
 
 def on_cpus() -> bool:
@@ -66,7 +57,7 @@ def on_cpus() -> bool:
 
 
 def prepare_server_process(*, spawned: bool) -> None:
-    find_megagrpo()
+    runpy.run_path(str(Path(__file__).resolve().parents[1] / "find_megagrpo.py"))
     from megagrpo.rollout.launching import listen_on_loopback, prepare_process
 
     prepare_process(__file__, CHANGES, spawned=spawned)

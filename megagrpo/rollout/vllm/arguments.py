@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ PROGRAM = Program(
 )
 TRIED = "0.32.0"
 """The version with which this was tried, on CPUs."""
-ENVIRONMENT_HERE = Path(".venv-vllm/bin/python")
+ENVIRONMENT = Path(".venv-vllm/bin/python")
 CPU_BLOCK_TOKENS = 128
 """Tokens of a block of the cache on CPUs, which vLLM chooses."""
 CPU_CACHE_BYTES_MIN = 64 * 2**20
@@ -97,19 +98,22 @@ ARGUMENTS = Arguments(
 
 
 def interpreter(settings: VllmConfig) -> str:
-    """Returns the interpreter of the environment with vLLM."""
-    here = ENVIRONMENT_HERE.absolute()
-    return settings.python or (str(here) if here.exists() else sys.executable)
+    """Returns the interpreter of the environment with vLLM. The default is that of .venv-vllm in the working directory,
+    or beside the environment that runs megagrpo."""
+    made = (folder / ENVIRONMENT for folder in (Path.cwd(), Path(sys.prefix).parent))
+    return settings.python or next((str(path) for path in made if path.exists()), sys.executable)
 
 
 def installed_version() -> tuple[str, str]:
     """Returns the version of vLLM in the default environment, and what is wrong with that; one of them is empty. Both
-    are if there is none."""
+    are if there is none, and then no process is started."""
     python = interpreter(VllmConfig())
+    if python == sys.executable and find_spec("vllm") is None:
+        return "", ""
     answer = asked(python, ARGUMENTS.check, {}, True, ARGUMENTS.environment())
     if isinstance(answer, str):
         return "", answer
-    return answer["version"], "" if python == sys.executable else answer["environment"]
+    return answer["version"], answer["environment"]
 
 
 def vllm_problems(settings: VllmConfig, section: str, named_by: str, *, plan_only: bool) -> list[Problem]:

@@ -19,9 +19,9 @@ Changes of vLLM 0.32. None changes how a model computes.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
+import runpy
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,20 +33,10 @@ if TYPE_CHECKING:
 
 DEVICE_VARIABLE = "MEGAGRPO_VLLM_DEVICE"
 LOOK_MILLISECONDS = 2
-PACKAGE = Path(__file__).resolve().parents[2]
-
-
-def find_megagrpo() -> None:
-    """Makes the megagrpo that started the server importable, and nothing else of its environment."""
-    spec = importlib.util.spec_from_file_location(
-        "megagrpo", PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
-    )
-    if "megagrpo" not in sys.modules and spec is not None:
-        sys.modules["megagrpo"] = importlib.util.module_from_spec(spec)
 
 
 def prepare_server_process(*, spawned: bool) -> None:
-    find_megagrpo()
+    runpy.run_path(str(Path(__file__).resolve().parents[1] / "find_megagrpo.py"))
     from megagrpo.rollout.launching import listen_on_loopback, prepare_process
 
     prepare_process(__file__, changes(), spawned=spawned)
