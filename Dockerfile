@@ -25,6 +25,10 @@ RUN python3 -m venv /opt/megagrpo \
     && TORCH_CUDA_ARCH_LIST="$ARCHITECTURES" NVTE_FRAMEWORK=pytorch \
         pip install --no-build-isolation --no-deps -r /tmp/gpu.txt
 
+# vLLM's pins do not go with these. This environment is the default of rollout.vllm.python.
+COPY requirements/vllm_gpu.txt /tmp/vllm_gpu.txt
+RUN python3 -m venv /opt/.venv-vllm && /opt/.venv-vllm/bin/pip install --no-deps -r /tmp/vllm_gpu.txt
+
 # The apex on PyPI is another package.
 RUN git init --quiet /tmp/apex && cd /tmp/apex \
     && git fetch --quiet --depth 1 https://github.com/NVIDIA/apex $APEX && git checkout --quiet FETCH_HEAD \

@@ -29,6 +29,8 @@ class Check(ABC):
     distributions: tuple[str, ...]
     """Names under which it may be installed."""
     oldest: str
+    below: str = ""
+    """The first version that is too new: what is imported of the engine lies elsewhere."""
     command: str
     """The program whose arguments these are."""
 
@@ -63,6 +65,8 @@ class Check(ABC):
         installed = self.installed_version()
         if Version(installed) < Version(self.oldest):
             return f"{self.engine} {installed} in {sys.prefix}", f"{self.engine} {self.oldest} or later"
+        if self.below and Version(installed) >= Version(self.below):
+            return f"{self.engine} {installed} in {sys.prefix}", f"{self.engine} {self.oldest}, below {self.below}"
         return "", ""
 
     def installed_version(self) -> str:

@@ -9,6 +9,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from megagrpo.doctor import fit_findings, installed_version, package_findings
+from megagrpo.rollout.vllm.arguments import ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
 PINS = dict(
@@ -80,6 +81,13 @@ def test_the_dockerfile_copies_what_is_there() -> None:
     copied = [path for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for path in line.split()[:-1]]
     assert {"requirements/gpu.txt", "Makefile", "tools", "benchmarks"} <= set(copied)  # the last three: make gpu-check
     assert [path for path in copied if not (ROOT / path).exists()] == []
+
+
+def test_vllms_environment_in_the_image_is_the_one_that_is_found_by_default() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    (own,) = re.findall(r"python3 -m venv (\S+) \\", text)
+    (vllms,) = re.findall(r"python3 -m venv (\S+) && (?=\1/bin/pip install --no-deps -r /tmp/vllm_gpu.txt)", text)
+    assert Path(vllms) / "bin/python" == Path(own).parent / ENVIRONMENT
 
 
 def test_apex_is_pinned_to_a_commit() -> None:

@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from megagrpo.rollout.vllm.arguments import TRIED
 from tools.pins_behind import REQUIREMENTS, environment_of, read_pins
 
 ROOT = REQUIREMENTS.parent
@@ -117,13 +118,20 @@ def test_the_image_has_the_cuda_and_python_of_the_pins() -> None:
 
 
 def test_tested_yaml_names_the_versions_that_are_pinned() -> None:
-    pinned: dict[str, set[tuple[str, str]]] = {"cpu": set(), "gpu": set(), "vllm_cpu": set()}
+    pinned: dict[str, set[tuple[str, str]]] = {"cpu": set(), "gpu": set(), "vllm_cpu": set(), "vllm_gpu": set()}
     for path in REQUIREMENTS.glob("*.txt"):
         pinned[path.stem if path.stem in pinned else "cpu"] |= set(read_pins(path).items())
-    cornerstones = {"vllm-cpu", *environment_of(REQUIREMENTS / "gpu.txt")["versions"]} - {"python"}
+    cornerstones = {"vllm", "vllm-cpu", *environment_of(REQUIREMENTS / "gpu.txt")["versions"]} - {"python"}
     for kind, pins in pinned.items():
         versions = environment_of(REQUIREMENTS / f"{kind}.txt")["versions"].items()
         assert {pin for pin in pins if pin[0] in cornerstones} == {pair for pair in versions if pair[0] != "python"}
+
+
+def test_vllm_on_gpus_is_the_version_that_was_tried_with_the_training_ranks_nccl() -> None:
+    pins = read_pins(REQUIREMENTS / "vllm_gpu.txt")
+    assert pins["vllm"] == TRIED == read_pins(REQUIREMENTS / "vllm_cpu.txt")["vllm-cpu"]
+    assert pins["nvidia-nccl-cu13"] == PINS["nvidia-nccl-cu13"]
+    assert {"numpy", "torch", "pydantic"} <= pins.keys()
 
 
 # Versions and their Pythons. The newest of `demo` are for another Python, and a pre-release.

