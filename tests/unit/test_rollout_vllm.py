@@ -276,14 +276,16 @@ def test_a_plan_states_the_memory_of_a_vllm_engine() -> None:
 def test_a_server_that_runs_already_is_what_the_recipe_says(tmp_path: Path) -> None:
     model = str(make_model(tmp_path / "model"))
     recipe = recipe_with("rollout.engine=external_vllm", "rollout.urls=[http://a:1]", "rollout.layout.tensor=2")
-    of_engine = EngineSpec(recipe, 0, model, model, "cpu")
+    of_engine, arch = EngineSpec(recipe, 0, model, model, "cpu"), read_architecture(model)
     parallel = {"tensor_parallel_size": 2, **AS_STARTED}
-    check_server({"vllm_config": {"model_config": {"dtype": "torch.float32"}, "parallel_config": parallel}}, of_engine)
+    check_server(
+        {"vllm_config": {"model_config": {"dtype": "torch.float32"}, "parallel_config": parallel}}, of_engine, arch
+    )
     parallel |= {"worker_extension_cls": "", "tensor_parallel_size": 1}
     with pytest.raises(EngineError) as caught:
-        check_server({"vllm_config": {"model_config": {"dtype": "half"}, "parallel_config": parallel}}, of_engine)
+        check_server({"vllm_config": {"model_config": {"dtype": "half"}, "parallel_config": parallel}}, of_engine, arch)
     (problem,) = caught.value.problems
     assert problem.given == "worker_extension_cls , tensor_parallel_size 1, dtype half"
     assert "model.dtype, rollout.layout.tensor" in problem.fix
     with pytest.raises(EngineError, match="that of vLLM"):
-        check_server({"vllm_config": "text"}, of_engine)
+        check_server({"vllm_config": "text"}, of_engine, arch)

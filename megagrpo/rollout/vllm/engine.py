@@ -9,10 +9,11 @@ from megagrpo.errors import EngineError, Problem, brief
 from megagrpo.rollout.engine import EngineSpec, MemoryTag
 from megagrpo.rollout.served import ServedEngine, require_arguments
 from megagrpo.rollout.server import Server
-from megagrpo.rollout.vllm.arguments import OWNED
+from megagrpo.rollout.vllm.arguments import OWNED, context_problems
 from megagrpo.rollout.vllm.client import VllmAnswer, VllmClient, generate_body
 from megagrpo.types import Request
 from megagrpo.weights.families import read_architecture
+from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.sides import vllm as vllm_side
 from megagrpo.weights.transport import WORKER_EXTENSION
@@ -27,9 +28,9 @@ AS_STARTED = {
 """Arguments that change what a server's ranks hold or answer: values of servers that megagrpo starts."""
 
 
-def check_server(answer: Mapping[str, Any], spec: EngineSpec) -> None:
+def check_server(answer: Mapping[str, Any], spec: EngineSpec, architecture: Architecture) -> None:
     """Checks that the server of this /server_info is started as the recipe and the plan of a sync expect. Raises
-    EngineError, naming all arguments that differ."""
+    EngineError, naming all arguments that differ, or a context with other rotary embeddings than in training."""
     try:
         config = answer["vllm_config"]
         info = {**config, **config["model_config"], **config["parallel_config"]}
@@ -38,6 +39,8 @@ def check_server(answer: Mapping[str, Any], spec: EngineSpec) -> None:
         raise EngineError(Problem(f"{spec.name}: /server_info", brief(answer), "that of vLLM 0.32")) from None
     wanted = AS_STARTED | {"tensor_parallel_size": spec.recipe.rollout.layout.tensor, "dtype": spec.dtype}
     require_arguments(spec.name, info, wanted, OWNED)
+    if problems := context_problems(architecture, info.get("max_model_len")):
+        raise EngineError(problems)
 
 
 class VllmEngine(ServedEngine):
@@ -54,7 +57,7 @@ class VllmEngine(ServedEngine):
         super().__init__(spec, server, manifests, VllmClient)
         try:
             if not (server or spec.keeps_weights):
-                check_server(self._client.get("/server_info?config_format=json"), spec)
+                check_server(self._client.get("/server_info?config_format=json"), spec, architecture)
         except EngineError:
             self._client.close()
             raise
