@@ -29,7 +29,18 @@ PROGRAM = Program(
     Path(__file__).with_name("launch.py"),
     generates=(GENERATE, {"token_ids": [0], "sampling_params": {"max_tokens": 1, "detokenize": False}}),
     shared_memory=("psm_", "vllm_", "sem.mp-", "torch_"),
-    noise=("leaked", "nanobind", "skipped remainder", "Route: ", "non-default args", "Dumping ", "[shutdown]"),
+    noise=(
+        "leaked",
+        "nanobind",
+        "skipped remainder",
+        "Route: ",
+        "non-default args",
+        "Dumping ",
+        "[shutdown]",
+        "[async_llm.py:",
+        "[serving.py:",
+        "[vllm_error.py:",  # requests of a dead engine; its reason comes before
+    ),  # fmt: skip
 )
 TRIED = "0.32.0"
 """The version with which this was tried, on CPUs."""
