@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,11 @@ def guard_every_path(authenticate: Any) -> None:
 
 
 def fork_processes(platform: Any) -> None:
-    """Forks the engine and its workers where vLLM would spawn them. For CPUs only: CUDA does not survive a fork."""
+    """Forks the engine and its workers where vLLM would spawn them. For CPUs only: CUDA does not survive a fork.
+
+    A child forgets where the server's event loop waits for signals: a SIGTERM of its own would end the server, which then
+    waits for requests that a dead engine does not answer.
+    """
     from megagrpo.processes.lifetime import end_with_parent
 
     cpu = platform.CpuPlatform
@@ -78,6 +83,7 @@ def fork_processes(platform: Any) -> None:
 
     cpu.check_and_update_config = classmethod(check_and_fork)
     os.register_at_fork(after_in_child=end_with_parent)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 def rest_while_waiting(shm_broadcast: Any) -> None:
