@@ -32,7 +32,7 @@ settings.register_profile("new_examples", settings.get_profile("same_examples"),
 settings.load_profile("same_examples")
 
 # The longest starts come first, and the files of unit tests fill up the workers' last minute.
-FOLDERS = ("chaos", "loop", "sglang", "vllm", "slurm", "gpu", "distributed", "agents", "unit")
+FOLDERS = ("chaos", "loop", "sglang", "engines", "vllm", "slurm", "gpu", "distributed", "agents", "unit")
 AROUND_ONE_RUN = [
     f"test_{about}" for about in ("evaluate", "lost_ranks", "replay", "resume", "schedules", "sft", "train")
 ]
@@ -65,11 +65,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def missing(extra: str) -> str:
     """Returns why an extra cannot be used here, empty if it can."""
     from megagrpo.reward.sandbox.programs import search
+    from tests.engines.servers import vllm_python
     from tests.slurm.cluster import PROGRAMS
-    from tests.vllm.servers import python
 
     if extra == "vllm":
-        return "" if python() else "no vLLM"
+        return "" if vllm_python() else "no vLLM"
     if extra == "gguf":
         return "" if find_spec("gguf") and find_spec("accelerate") else "no gguf and accelerate"
     programs = {"bubblewrap": ("bwrap",), "chromium": ("chromium",), "slurm": PROGRAMS}[extra]
@@ -106,6 +106,16 @@ def hangups() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """tests.engines.servers.Servers: imported when it is first used."""
+    from tests.engines.servers import Servers
+
+    servers = Servers(tmp_path_factory.mktemp("servers"))
+    yield servers
+    servers.close()
+
+
 def place_of(nodeid: str) -> tuple[str, str]:
     """The folder in tests/ and the name of the file, without .py."""
     path = PurePosixPath(nodeid.partition("::")[0])
@@ -114,6 +124,8 @@ def place_of(nodeid: str) -> tuple[str, str]:
 
 def group_of(nodeid: str) -> str:
     folder, file = place_of(nodeid)
+    if folder == "engines":
+        return "engines/vllm" if "vllm" in nodeid.partition("[")[2] else "sglang"
     if (folder == "sglang" and file not in OWN_SERVERS) or (folder == "loop" and file in AROUND_ONE_RUN):
         return folder
     return f"{folder}/te_stub" if folder == "distributed" and file in BESIDE_THE_STUB else f"{folder}/{file}"

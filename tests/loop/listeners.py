@@ -22,7 +22,7 @@ PROCESSES = {
     "the store of the weight sync (driver)": ("driver",),
     "the gates of both stores (driver)": ("driver",),
     "gloo, NCCL: training ranks, and `weights.transfer: process_group` or `two_hops`": ("rank",),  # not process_group
-    "an SGLang server that the run started, of an engine or of `reward.models`: HTTP": ("server",),
+    "a server of SGLang or vLLM that the run started, of an engine or of `reward.models`: HTTP": ("server",),
     "the ranks of such a server among themselves (gloo, torch's store, NCCL)": ("server",),
     "an engine over several nodes: the store in which its ranks find each other, gloo, NCCL, SGLang's messages": (),
     "the gateway of agents (driver), if the recipe has `agent`": (),  # these runs have none
@@ -42,7 +42,7 @@ KINDS = {
     r"ray::EngineActor": "engine",
     r"ray::|.*/workers/default_worker\.py": "worker",  # the latter before it has a name
     r".*\bray\.util\.client\.server\b|.*/ray/autoscaler/_private/monitor\.py": OF_RAY_START,
-    r"sglang::|.*/rollout/sglang/launch\.py": "server",
+    r"sglang::|VLLM::|.*/rollout/(sglang|vllm)/launch\.py": "server",
 }
 
 

@@ -8,11 +8,11 @@ import pytest
 from megagrpo.recipe.schema import SglangConfig, VllmConfig
 from megagrpo.reward.scorer import Scorer
 from megagrpo.rollout.server import Server
+from tests.engines.servers import START_SECONDS, server_spec
+from tests.engines.servers import vllm_python as python
 from tests.judge_server import asking
 from tests.reward_models import make_judge
-from tests.sglang.servers import START_SECONDS, server_spec
 from tests.unit.test_reward_judges import group_of, section
-from tests.vllm.servers import python
 
 SAMPLING = {"max_tokens": 8}
 

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from megagrpo.trainer.batches import read_batch
+from tests.engines.servers import vllm_python as python
 from tests.loop import small_run
 from tests.loop.altered_runs import open_gate
 from tests.reward_models import make_judge, make_reward_model, reference_logits
-from tests.vllm.servers import python
 
 RESPONSES = 64
 

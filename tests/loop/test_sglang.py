@@ -23,13 +23,13 @@ from megagrpo.rollout.server import Server
 from megagrpo.rollout.sglang.client import SglangAnswer, generate_body
 from megagrpo.trainer.batches import read_batch
 from megagrpo.types import SamplingParams
+from tests.engines.policy import check_logprobs
+from tests.engines.servers import START_SECONDS, client_of, start_server
 from tests.loop import small_run, test_agents
 from tests.loop.conftest import watched
 from tests.loop.listeners import ONE_NODE, check_table, listeners
 from tests.loop.ray_nodes import RayNodes
 from tests.rollout_engines import request
-from tests.sglang.servers import START_SECONDS, client_of, start_server
-from tests.sglang.test_weights import check_logprobs
 from tests.tiny_models import make_model
 
 ON_SGLANG = ["rollout.engine=sglang", "track.mlflow=null"]

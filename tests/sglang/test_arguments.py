@@ -20,7 +20,7 @@ from megagrpo.rollout.sglang import arguments, launch
 from megagrpo.rollout.sglang.arguments import server_arguments, sglang_problems
 from megagrpo.rollout.sglang.check_arguments import SglangCheck
 from megagrpo.weights.families import read_architecture
-from tests.sglang.servers import server_spec
+from tests.engines.servers import server_spec
 
 TOKENS = 64
 POOLS = """

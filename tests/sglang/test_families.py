@@ -15,10 +15,11 @@ from megagrpo.rollout.sglang.arguments import model_problems
 from megagrpo.types import SamplingParams
 from megagrpo.weights.transport.choice import TransportName
 from megagrpo.weights.transport.disk import DiskFiles
+from tests.engines.policy import Policy, check_logprobs
+from tests.engines.servers import CONTEXT, serve
 from tests.rollout_engines import generate, model_directory, routes_of
 from tests.rollout_engines import request as ask
-from tests.sglang.servers import CONTEXT, Policy, serve_layout
-from tests.sglang.test_weights import check_holds, check_logprobs
+from tests.sglang.test_weights import check_holds
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 ONE_THETA: dict[str, Any] = {"rope_theta": 5e5}
@@ -69,7 +70,7 @@ def test_a_family_is_served_with_the_weights_of_training_ranks(
     config = json.loads((directory / "config.json").read_text()) | keys
     (directory / "config.json").write_text(json.dumps({key: its for key, its in config.items() if its is not None}))
     assert model_problems(directory) == []
-    for served in serve_layout(directory, family, EngineLayoutConfig(tensor=tensor), **changes):
+    with serve(directory, family, EngineLayoutConfig(tensor=tensor), **changes) as served:
         files = DiskFiles(tmp_path / "versions", directory, "float32")
         policy = Policy(served.engine, served, layout, TransportName(transport), files=files)
         for version in (1, 2):

@@ -23,8 +23,9 @@ from megagrpo.rollout.engine import Engine
 from megagrpo.types import Request, Sample, SamplingParams
 from tests.agents.policy import STOP, chat, tokenizer
 from tests.agents.scripted import check
+from tests.engines.policy import Policy, model_of
+from tests.engines.servers import Served, serve
 from tests.rollout_engines import start_engine
-from tests.sglang.servers import Policy, Served, model_of, serve_directory
 from tests.tiny_models import make_model
 
 pytestmark = pytest.mark.long
@@ -54,7 +55,8 @@ def model_that_ends(directory: Path, seed: int, ends: float = ENDS) -> Path:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    yield from serve_directory(model_that_ends(tmp_path_factory.mktemp("chat") / "0", 0), "qwen2")
+    with serve(model_that_ends(tmp_path_factory.mktemp("chat") / "0", 0), "qwen2") as served:
+        yield served
 
 
 class Asked:

@@ -6,12 +6,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from megagrpo import cli
@@ -30,23 +27,13 @@ from megagrpo.rollout.sglang.arguments import PROGRAM
 from megagrpo.rollout.sglang.engine import AS_STARTED, check_server
 from megagrpo.types import SamplingParams
 from megagrpo.weights.families import read_architecture
+from tests.engines.policy import check_logprobs
+from tests.engines.servers import START_SECONDS, Served, serve, spec_of
 from tests.loop.small_run import wait_until
 from tests.rollout_engines import generate, model_directory, request
-from tests.sglang.servers import START_SECONDS, WAIT_SECONDS, Served, client_of, serve_directory, spec_of
-from tests.sglang.test_weights import check_holds, check_logprobs
+from tests.sglang.test_weights import check_holds
 
 GONE_SECONDS = 120.0
-
-
-def status(server: Server, path: str, key: str | None) -> int:
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        with urllib.request.urlopen(
-            urllib.request.Request(server.url + path, headers=headers), timeout=WAIT_SECONDS
-        ) as response:
-            return int(response.status)
-    except urllib.error.HTTPError as error:
-        return error.code
 
 
 @pytest.mark.parametrize(
@@ -60,8 +47,7 @@ def status(server: Server, path: str, key: str | None) -> int:
 def test_the_first_contact_names_every_argument_that_differs_from_the_recipe(
     tied_server: Served, changed: dict[str, object], given: str, fix: str
 ) -> None:
-    with client_of(tied_server.server) as client:
-        info = client.get("/server_info")
+    info = tied_server.get("/server_info")
     checked = spec_of(tied_server.directory, tied_server.layout), read_architecture(tied_server.directory)
     check_server(info, *checked)
     with pytest.raises(EngineError) as caught:
@@ -90,26 +76,6 @@ def test_an_engine_over_a_server_of_another_layout_is_refused(tied_server: Serve
         pass
 
 
-def test_a_server_answers_on_loopback_alone_and_only_with_its_key_which_others_cannot_read(tied_server: Served) -> None:
-    server = tied_server.server
-    assert status(server, "/server_info", server.api_key) == 200
-    assert status(server, "/server_info", None) == 401
-    assert status(server, "/server_info", "another") == 401
-    for process in members(server._process.pid):
-        for shown in ("cmdline", "environ"):
-            assert server.api_key.encode() not in Path(f"/proc/{process}/{shown}").read_bytes()
-    assert server.log.stat().st_mode & 0o077 == 0
-    assert server.api_key not in server.log_end()
-    listening = [
-        socket.laddr
-        for process in members(server._process.pid)
-        for socket in psutil.Process(process).net_connections(kind="inet")
-        if socket.status == psutil.CONN_LISTEN
-    ]
-    assert int(server.url.rpartition(":")[2]) in {address.port for address in listening}
-    assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}, listening
-
-
 def test_a_server_has_its_load_in_its_own_directory_and_nothing_in_shared_memory(tied_server: Served) -> None:
     """Shared memory would stay if the server and its owner were killed at once; the directory does not."""
     assert list(Path(tied_server.server._directory).glob("sglang_loads_*"))
@@ -123,7 +89,7 @@ def test_a_server_ends_with_the_process_that_started_it_even_if_it_is_stopped(tm
 import os, signal, time
 from pathlib import Path
 from megagrpo.recipe.schema import EngineLayoutConfig
-from tests.sglang.servers import start_server
+from tests.engines.servers import start_server
 server = start_server(Path({str(directory)!r}), EngineLayoutConfig(), Path({str(tmp_path / "log")!r}))
 print(server._process.pid, server._directory, flush=True)
 time.sleep(600)
@@ -250,7 +216,7 @@ def test_a_server_with_another_layout_than_the_recipes_is_refused(tied_server: S
         pass
 
 
-# --- a server of its own, which is killed at the end ------------------------------------------------------------------
+# --- a server of its own ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +229,8 @@ def converted_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
         ("megatron-to-hf", megatron, hugging_face),
     ):
         assert cli.main(["convert", conversion, "--source", str(source), "--output", str(output)]) == 0
-    yield from serve_directory(hugging_face, "llama")
+    with serve(hugging_face, "llama") as served:
+        yield served
 
 
 @pytest.mark.long
@@ -280,26 +247,6 @@ def test_a_converted_model_samples_what_the_original_does_and_takes_other_weight
         samples = generate(engine, asked)
     assert all((sample.versions == 1).all() for sample in samples)
     check_logprobs(samples, asked, {1: other})
-
-
-@pytest.mark.long
-def test_a_server_that_is_killed_is_named_with_its_log_and_nothing_of_it_stays(converted_server: Served) -> None:
-    server, engine = converted_server.server, converted_server.engine
-    group = server._process.pid
-    processes = members(group)
-    assert len(processes) > 2
-    assert not shared_files(processes, PROGRAM.shared_memory), "the file with its load lies in its own directory"
-    scheduler = next(process for process in processes if "scheduler" in Path(f"/proc/{process}/cmdline").read_text())
-    os.kill(scheduler, signal.SIGKILL)
-    with pytest.raises(EngineError) as caught:
-        generate(engine, [request([5, 6], SamplingParams(200), seed=seed) for seed in range(100)])
-    assert "engine 0" in str(caught.value)
-    assert f"{server.log} ends with" in str(caught.value)
-    engine.close()
-    assert not members(group)
-    assert not Path(server._directory).exists()
-    with pytest.raises(EngineError, match="closed"):
-        generate(engine, [request([5, 6], SamplingParams(3))])
 
 
 def test_a_note_of_leftovers_removes_nothing_but_a_servers_own(tmp_path: Path) -> None:

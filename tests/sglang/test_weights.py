@@ -6,15 +6,10 @@ import base64
 import hashlib
 import os
 import pickle
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,21 +17,18 @@ import torch
 
 from megagrpo.errors import WeightSyncError
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.rollout import server
 from megagrpo.rollout.sglang.engine import SglangEngine
-from megagrpo.types import Request, Sample, SamplingParams
+from megagrpo.types import SamplingParams
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.transport import LOAD_FORMAT
-from megagrpo.weights.transport.buckets import bucket_problems
 from megagrpo.weights.transport.choice import TransportName
 from megagrpo.weights.transport.disk import DiskFiles
-from megagrpo.weights.transport.ends import BucketSender
 from megagrpo.weights.transport.loader import read_plan
 from megagrpo.weights.transport.sglang import serialize
+from tests.engines.policy import WAIT_SECONDS, Policy, check_logprobs
+from tests.engines.servers import AT_ONCE, PROMPT, Served
 from tests.rollout_engines import generate
 from tests.rollout_engines import request as ask
-from tests.sglang.servers import AT_ONCE, BUCKET_BYTES, WAIT_SECONDS, Policy, Served, difference
-from tests.unit.test_weights_transport import Corrupting
 from tests.weight_streams import loaded
 
 EXACT = [TransportName.SHARED_MEMORY, TransportName.PROCESS_GROUP]
@@ -63,13 +55,6 @@ def check_holds(engine: SglangEngine, directory: Path) -> None:
         assert rank["checksums"] == {name: found.digest()[:8].hex() for name, found in hashes.items()}
 
 
-def check_logprobs(samples: list[Sample], asked: list[Request], directories: dict[int, Path]) -> None:
-    """Each token has the logprob that transformers gives it with the weights of its version."""
-    for sample, one in zip(samples, asked, strict=True):
-        for version in {int(version) for version in sample.versions}:
-            assert difference(directories[version], one, sample)[sample.versions == version].max() < 1e-5
-
-
 LAYOUTS = {
     "tensor2": ParallelLayout(tensor=2),
     "pipeline2": ParallelLayout(pipeline=2),
@@ -77,7 +62,6 @@ LAYOUTS = {
     "data2": ParallelLayout(data=2),
     "expert2": ParallelLayout(data=2, expert=2),
 }
-PROMPT = (5, 6, 9, 11)
 LONG, SOAK = [pytest.mark.long], [pytest.mark.soak]
 
 
@@ -132,7 +116,7 @@ def test_ten_syncs_while_it_generates(policy: Policy) -> None:
             policy.served.wait_for_batches(3)
             policy.sync(version, directories[version])
             check_holds(policy.engine, directories[version])
-        policy.served.abort_all()
+        policy.engine.give_back(range(len(asked)))
         samples = generating.result(WAIT_SECONDS)
     assert len({version for sample in samples for version in sample.versions.tolist()}) >= 3
     assert any(len(set(sample.versions.tolist())) > 1 for sample in samples)
@@ -141,84 +125,6 @@ def test_ten_syncs_while_it_generates(policy: Policy) -> None:
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", [("split_server", LAYOUTS["tensor2"], TransportName.SHARED_MEMORY)], indirect=True)
-def test_a_bucket_that_changes_on_the_way_is_named_and_the_next_sync_mends_it(policy: Policy) -> None:
-    directory = policy.served.weights(1)
-    good = policy.senders[1]
-    rendezvous = policy.host.rendezvous
-    policy.senders[1] = BucketSender(policy.plan, 1, rendezvous, BUCKET_BYTES, Corrupting(rendezvous.run, nth=2))
-    policy.engine.begin_update(1)
-    assert not policy.move(1, directory)
-    loader = policy.engine._weights
-    (wrong,) = policy.wrong(directory, loader.digests())
-    tensor, _, holder = wrong.removesuffix(" after the sync").partition(" on ")
-    active, held = frozenset(policy.ranks), policy.held(directory)
-    sent: dict[str, int] = {}
-    for source in range(2):
-        sent |= policy.senders[source].bucket_digests(held[source], tensor, active)
-    arrived = loader.bucket_digests(tensor, policy.ranks)
-    (found,) = [problem for of_rank in arrived for problem in bucket_problems(tensor, sent, of_rank["arrived"])]
-    assert f"from train rank 1 to {holder}" in found.where
-    policy.senders[1].close()
-    policy.senders[1] = good
-    policy.sync(2, directory)
-    check_holds(policy.engine, directory)
-
-
-@pytest.mark.parametrize(
-    "policy", [("split_server", LAYOUTS["tensor2"], transport, 3.0) for transport in EXACT], indirect=True
-)
-def test_a_rank_that_stops_answering_is_named_at_the_deadline_and_syncs_again_when_it_lives(
-    policy: Policy, split_server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = policy.served.weights(1)
-    sync_in_time(policy, 1, directory)
-    (scheduler,) = [
-        process
-        for process in server.members(split_server.server._process.pid)
-        if b"scheduler_TP1" in Path(f"/proc/{process}/cmdline").read_bytes()
-    ]
-    policy.engine.begin_update(2)
-    given_up = threading.Semaphore(0)
-    monkeypatch.setattr(server, "STOPPED_SECONDS", 600)  # a busy machine may give up later than after 10 s
-    for sender in policy.senders:
-        monkeypatch.setattr(sender, "send", partial(then_release, sender.send, given_up))
-    os.kill(scheduler, signal.SIGSTOP)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            moving = pool.submit(policy.move, 2, directory)
-            assert all(given_up.acquire(timeout=WAIT_SECONDS) for _ in policy.senders)
-            time.sleep(2.0)  # the engine's other rank began to wait no later than this
-            os.kill(scheduler, signal.SIGCONT)
-            errors = moving.result(WAIT_SECONDS)
-    finally:
-        os.kill(scheduler, signal.SIGCONT)
-    assert len(errors) == 3  # both training ranks and the engine
-    # The other rank of the engine may wait for the stopped one inside SGLang, and is then as late.
-    assert all("no acknowledgement by engine 0 rank " in str(error) for error in errors)
-    assert all(" within 3 s" in str(error) for error in errors)
-    sync_in_time(policy, 2, policy.served.weights(2))
-    check_holds(policy.engine, policy.served.weights(2))
-
-
-def sync_in_time(policy: Policy, version: int, directory: Path) -> None:
-    """Again if a busy machine misses a short deadline."""
-    for _ in range(10):
-        policy.engine.begin_update(version)
-        if not (errors := policy.move(version, directory)):
-            break
-    assert not errors
-    assert not policy.wrong(directory, policy.engine.end_update(version))
-    policy.engine.commit_update(version)
-
-
-def then_release(send: Callable[..., None], semaphore: threading.Semaphore, *arguments: Any) -> None:
-    try:
-        send(*arguments)
-    finally:
-        semaphore.release()
 
 
 def test_wrong_shapes_and_commands_are_answered_and_the_server_lives(tied_server: Served) -> None:

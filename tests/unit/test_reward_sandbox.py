@@ -22,7 +22,8 @@ from megagrpo.reward.sandbox.programs import CodeTests, Program, Ran, verdicts, 
 from megagrpo.reward.sandbox.sandbox import Kind, Limits, Sandbox, installed_packages
 from megagrpo.reward.scorer import Scorer
 from megagrpo.reward.verifiers.code import make
-from tests.unit.test_reward_scorer import below, make_group, reward_of
+from tests.unit.test_reward_faults import below
+from tests.unit.test_reward_scorer import make_group, reward_of
 
 KINDS = ("bubblewrap", "seccomp")
 needs_bubblewrap = pytest.mark.needs("bubblewrap")

@@ -17,7 +17,8 @@ from megagrpo.errors import RewardError
 from megagrpo.reward import keeper, workers
 from megagrpo.reward.functions import FunctionSpec, Task
 from megagrpo.reward.scorer import Scorer, reward_problems
-from tests.unit.test_reward_scorer import ends, make_group, pids_with, reward_of
+from tests.unit.test_reward_faults import ends, pids_with
+from tests.unit.test_reward_scorer import make_group, reward_of
 
 MISBEHAVES = r"""
 import json, os, pathlib, pickle, socket, subprocess, sys

@@ -13,9 +13,9 @@ import pytest
 from megagrpo.recipe.schema import VllmConfig
 from megagrpo.rollout.arguments import FIND, RUN
 from megagrpo.rollout.vllm.arguments import OWNED, server_arguments, vllm_problems
+from tests.engines.servers import vllm_python as python
 from tests.tiny_run import make_model
 from tests.unit.test_rollout_vllm import spec
-from tests.vllm.servers import python
 
 pytestmark = pytest.mark.needs("vllm")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -15,23 +17,20 @@ import torch
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.vllm.arguments import config_changes
+from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.vllm_classes import CLASSES
-from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import vllm
 from megagrpo.weights.transport import WORKER_EXTENSION
-from megagrpo.weights.transport.buckets import bucket_problems
-from megagrpo.weights.transport.choice import Channel, TransportName, open_sender
+from megagrpo.weights.transport.choice import TransportName
 from megagrpo.weights.transport.disk import DiskFiles
-from megagrpo.weights.transport.ends import BucketSender
-from megagrpo.weights.transport.rendezvous import RendezvousHost
 from megagrpo.weights.transport.vllm import VllmWeights
+from tests.engines.policy import Policy
+from tests.engines.servers import vllm_python as python
+from tests.engines.test_weights import check_wrong_byte_is_named
 from tests.rollout_engines import model_directory
 from tests.tiny_models import LONG_ROPE, TINY_FAMILIES, YARN_ROPE, reference_logits
-from tests.unit.test_weights_transport import Corrupting
 from tests.vllm.in_process import SETTINGS, InProcess
-from tests.vllm.servers import python
-from tests.weight_streams import loaded, manifests, sync, unlike_sent
 
 pytestmark = pytest.mark.needs("vllm")
 
@@ -83,33 +82,40 @@ def started(directory: Path, ranks: int) -> Iterator[InProcess]:
     engine.close()
 
 
-class Updates:
-    """Training ranks, and the ranks of an engine that they bring up to date by one transport."""
+class Weights(VllmWeights):
+    """The weights of an engine without a server, which is never paused: an engine for Policy."""
 
-    def __init__(
-        self, engine: InProcess, directory: Path, tensor: int, layout: ParallelLayout, transport: TransportName
-    ) -> None:
-        self.engine, arch = engine, read_architecture(directory)
-        sizes = EngineLayoutConfig(tensor=tensor)
-        self.held = manifests(arch, layout)
-        self.plan = make_plan(self.held, [vllm.manifest(arch, sizes, rank, "float32", "cpu") for rank in range(tensor)])
-        self.weights = VllmWeights(engine.post, "engine 0", self.plan.destinations)
-        self.host, self.ranks = RendezvousHost("127.0.0.1", 200.0), range(tensor)
-        channel = Channel(transport, self.host.rendezvous, BUCKET_BYTES)
-        self.weights.connect(self.plan, self.ranks, channel)
-        files = DiskFiles(directory.parent / "versions", directory, "float32")
-        self.senders: list[Any] = [open_sender(channel, self.plan, source, files) for source in range(layout.ranks)]
+    def __init__(self, engine: InProcess, directory: Path, tensor: int) -> None:
+        arch, sizes = read_architecture(directory), EngineLayoutConfig(tensor=tensor)
+        self.held = [vllm.manifest(arch, sizes, rank, "float32", "cpu") for rank in range(tensor)]
+        super().__init__(engine.post, "engine 0", self.held)
 
-    def send(self, version: int, directory: Path) -> None:
-        tensors = loaded(directory, self.held)
-        errors = sync(self.host, version, self.ranks, self.senders, tensors, [self.weights])
-        assert [str(error) for error in errors] == []
-        assert [its.where for its in unlike_sent(self.plan, tensors, self.weights.digests())] == []
+    def manifests(self) -> list[Manifest]:
+        return self.held
 
-    def close(self) -> None:
-        for sender in self.senders:
-            sender.close()
-        self.weights.close()
+    def begin_update(self, version: int) -> None:
+        """Does nothing, as commit_update."""
+
+    def commit_update(self, version: int) -> None: ...
+
+    def end_update(self, version: int) -> Any:
+        return self.digests()
+
+
+@dataclass(frozen=True)
+class Models:
+    """Models of one family with other random weights, by seed. The engine is started with the first."""
+
+    family: str
+    root: Path
+
+    def weights(self, seed: int) -> Path:
+        changes = CHANGES.get(self.family, {"head_dim": 32})
+        return model_directory(self.family, self.root / f"weights {seed}", seed=seed, **changes)
+
+    @property
+    def directory(self) -> Path:
+        return self.root / "weights 0"
 
 
 def start(engine: InProcess, directory: Path, tensor: int, **more: Any) -> None:
@@ -128,17 +134,27 @@ def difference(engine: InProcess, directory: Path) -> float:
     return worst
 
 
+@contextmanager
+def policy_of(
+    engine: InProcess, models: Models, tensor: int, layout: ParallelLayout, transport: TransportName
+) -> Iterator[Policy]:
+    """Training ranks, and the ranks of an engine that they bring up to date by one transport."""
+    weights = Weights(engine, models.directory, tensor)
+    files = DiskFiles(models.root / "versions", models.directory, "float32")
+    policy = Policy(weights, models, layout, transport, files=files)
+    yield policy
+    policy.close()
+    weights.close()
+
+
 def follows(engine: InProcess, family: str, tensor: int, layout: ParallelLayout, root: Path) -> list[float]:
     """The differences with the model's own weights, and after each of three updates."""
-    changes = CHANGES.get(family, {"head_dim": 32})
-    directories = [model_directory(family, root / f"weights {seed}", seed=seed, **changes) for seed in range(4)]
-    start(engine, directories[0], tensor)
-    differences = []
-    for version, directory, transport in zip(range(4), directories, cycle(TRANSPORTS), strict=False):
-        updates = Updates(engine, directories[0], tensor, layout, transport)
-        updates.send(version, directory)
-        differences.append(difference(engine, directory))
-        updates.close()
+    models, differences = Models(family, root), []
+    start(engine, models.weights(0), tensor)
+    for version, transport in zip(range(4), cycle(TRANSPORTS), strict=False):
+        with policy_of(engine, models, tensor, layout, transport) as policy:
+            policy.sync(version, models.weights(version))
+            differences.append(difference(engine, models.weights(version)))
     return differences
 
 
@@ -170,10 +186,10 @@ def test_logprobs_of_two_ranks_are_those_of_transformers(two_ranks: InProcess, f
 def test_vllm_takes_other_factors_where_a_context_beyond_longropes_first_one_is_refused(
     one_rank: InProcess, tmp_path: Path
 ) -> None:
-    directory = model_directory("phi3_long", tmp_path / "model", **CHANGES["phi3_long"])
-    most = read_architecture(directory).sampled_max
+    models = Models("phi3_long", tmp_path)
+    most = read_architecture(models.weights(0)).sampled_max
     assert most == 32
-    differences = [first_difference(one_rank, directory, max_model_len=tokens) for tokens in (most, most + 1)]
+    differences = [first_difference(one_rank, models, max_model_len=tokens) for tokens in (most, most + 1)]
     assert differences[0] < TOLERANCE < 0.1 < differences[1]
 
 
@@ -181,7 +197,8 @@ def test_vllm_takes_other_factors_where_a_context_beyond_longropes_first_one_is_
 def test_vllm_follows_neither_a_window_that_no_layer_has_nor_blocks_of_files(
     one_rank: InProcess, tmp_path: Path
 ) -> None:
-    directory = model_directory("llama", tmp_path / "model", head_dim=32)
+    models = Models("llama", tmp_path)
+    directory = models.weights(0)
     config = directory / "config.json"
     as_made = json.loads(config.read_text())
     blocks = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
@@ -190,38 +207,26 @@ def test_vllm_follows_neither_a_window_that_no_layer_has_nor_blocks_of_files(
     changes = config_changes(read_architecture(directory), directory, keeps_weights=False)
     start(one_rank, directory, 1, hf_overrides=changes)
     config.write_text(json.dumps(as_made))
-    assert difference_after_update(one_rank, directory) < TOLERANCE
+    assert difference_after_update(one_rank, models) < TOLERANCE
 
 
-def first_difference(engine: InProcess, directory: Path, **arguments: Any) -> float:
-    start(engine, directory, 1, **arguments)
-    return difference_after_update(engine, directory)
+def first_difference(engine: InProcess, models: Models, **arguments: Any) -> float:
+    start(engine, models.directory, 1, **arguments)
+    return difference_after_update(engine, models)
 
 
-def difference_after_update(engine: InProcess, directory: Path) -> float:
-    updates = Updates(engine, directory, 1, ParallelLayout(), TransportName.SHARED_MEMORY)
-    updates.send(0, directory)
-    updates.close()
-    return difference(engine, directory)
+def difference_after_update(engine: InProcess, models: Models) -> float:
+    with policy_of(engine, models, 1, ParallelLayout(), TransportName.SHARED_MEMORY) as policy:
+        policy.sync(0, models.directory)
+        return difference(engine, models.directory)
 
 
 @pytest.mark.long
 def test_a_wrong_byte_in_a_shard_is_named(two_ranks: InProcess, tmp_path: Path) -> None:
-    directory = model_directory("qwen3", tmp_path / "model", head_dim=32)
-    start(two_ranks, directory, 2)
-    updates = Updates(two_ranks, directory, 2, ParallelLayout(tensor=2), TransportName.SHARED_MEMORY)
-    rendezvous, tensors = updates.host.rendezvous, loaded(directory, updates.held)
-    updates.senders[1] = BucketSender(updates.plan, 1, rendezvous, BUCKET_BYTES, Corrupting(rendezvous.run, nth=2))
-    assert not sync(updates.host, 1, updates.ranks, updates.senders, tensors, [updates.weights])
-    (wrong,) = unlike_sent(updates.plan, tensors, updates.weights.digests())
-    tensor, _, holder = wrong.where.removesuffix(" after the sync").partition(" on ")
-    sent: dict[str, int] = {}
-    for sender, held in zip(updates.senders, tensors, strict=True):
-        sent |= sender.bucket_digests(held, tensor, frozenset(updates.ranks))
-    arrived = updates.weights.bucket_digests(tensor, updates.ranks)
-    (found,) = [problem for of_rank in arrived for problem in bucket_problems(tensor, sent, of_rank["arrived"])]
-    assert f"from train rank 1 to {holder}" in found.where
-    updates.close()
+    models = Models("qwen3", tmp_path)
+    start(two_ranks, models.weights(0), 2)
+    with policy_of(two_ranks, models, 2, ParallelLayout(tensor=2), TransportName.SHARED_MEMORY) as policy:
+        check_wrong_byte_is_named(policy, policy.engine)
 
 
 def test_every_class_is_compared() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -13,16 +12,16 @@ import pytest
 
 from examples.demo.model import make_tokenizer
 from megagrpo.errors import EngineError
-from megagrpo.recipe.schema import EngineLayoutConfig
+from megagrpo.recipe.schema import VllmConfig
 from megagrpo.rollout.server import Server
 from megagrpo.rollout.sglang import client as sglang
 from megagrpo.rollout.vllm.arguments import start_server
 from megagrpo.rollout.vllm.client import served_model
+from tests.engines.servers import START_SECONDS, server_spec
+from tests.engines.servers import vllm_python as python
 from tests.loop import small_run
 from tests.loop.test_sglang import KEY_VARIABLE, check_trained
-from tests.sglang.servers import START_SECONDS
 from tests.tiny_models import make_model
-from tests.vllm.servers import python, spec_of
 
 pytestmark = pytest.mark.needs("vllm")
 
@@ -75,7 +74,8 @@ def test_every_step_samples_from_its_weights_by_each_transport(inputs: Path, tmp
 def server(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with the weights of the model's files, as another would have started it."""
     directory, model = tmp_path_factory.mktemp("server"), inputs / "model"
-    started = start_server(replace(spec_of(model, EngineLayoutConfig()).server, log=directory / "log"))
+    given = {"model_directory": str(model), "log": directory / "log", "settings": VllmConfig(python=str(python()))}
+    started = start_server(server_spec(**given, keeps_weights=True))
     try:
         started.wait_until_ready(START_SECONDS)
         yield started

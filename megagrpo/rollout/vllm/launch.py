@@ -67,11 +67,7 @@ def guard_every_path(authenticate: Any) -> None:
 
 
 def fork_processes(platform: Any) -> None:
-    """Forks the engine and its workers where vLLM would spawn them. For CPUs only: CUDA does not survive a fork.
-
-    A child forgets where the server's event loop waits for signals: a SIGTERM of its own would end the server, which then
-    waits for requests that a dead engine does not answer.
-    """
+    """Forks the engine and its workers where vLLM would spawn them. For CPUs only: CUDA does not survive a fork."""
     from megagrpo.processes.lifetime import end_with_parent
 
     cpu = platform.CpuPlatform
@@ -83,6 +79,7 @@ def fork_processes(platform: Any) -> None:
 
     cpu.check_and_update_config = classmethod(check_and_fork)
     os.register_at_fork(after_in_child=end_with_parent)
+    # A SIGTERM to a child would wake the server's event loop, which would end and wait for requests without an engine.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
