@@ -129,7 +129,7 @@ def test_a_sender_that_is_killed_ends_all_with_its_name(transport: TransportName
 
 @pytest.mark.parametrize("transport", EXACT[:2])
 def test_an_acknowledgement_that_never_comes_ends_at_the_deadline(transport: TransportName) -> None:
-    for seconds in (3, 30):  # a busy machine may not even begin in time
+    for seconds in (1, 5, 30):  # a busy machine may not even begin in time
         error = sent_to_one_that_stops(transport, seconds)
         if "bucket 1 of " in error:
             break

@@ -192,8 +192,8 @@ def test_a_run_whose_end_a_full_disk_keeps_out_of_its_status_is_ended_at_its_tra
 def test_a_process_that_is_stopped_delays_no_step_and_the_end_only_for_a_while(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follower, "FINISH_SECONDS", 0.1)
-    monkeypatch.setattr(follower, "REPORT_SECONDS", 0.1)
+    for name, seconds in (("FINISH_SECONDS", 0.1), ("REPORT_SECONDS", 0.1), ("LEAVE_SECONDS", 2.0)):
+        monkeypatch.setattr(follower, name, seconds)
     recipe, directory = tracked_recipe(tmp_path, tensorboard=True, console="lines"), tmp_path / "runs" / "adder"
     with Tracker(recipe, 10) as tracker:
         the_process().send_signal(signal.SIGSTOP)

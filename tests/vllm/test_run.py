@@ -20,6 +20,7 @@ from megagrpo.rollout.vllm.client import served_model
 from tests.engines.servers import START_SECONDS, server_spec
 from tests.engines.servers import vllm_python as python
 from tests.loop import small_run
+from tests.loop.listeners import ONE_NODE, check_table, listeners
 from tests.loop.test_sglang import KEY_VARIABLE, check_trained
 from tests.tiny_models import make_model
 
@@ -44,13 +45,18 @@ def on_vllm(*overrides: str) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.timeout(2 * small_run.RUN_SECONDS)
-def test_a_run_goes_on_after_a_worker_of_its_split_server_was_killed(inputs: Path, tmp_path: Path) -> None:
+def test_a_run_listens_where_the_documentation_says_and_goes_on_after_a_worker_of_its_split_server_was_killed(
+    inputs: Path, tmp_path: Path
+) -> None:
     recipe, run = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path), tmp_path / "small"
     process = small_run.start(recipe, *on_vllm("rollout.layout.tensor=2"))
     metrics = run / "metrics.jsonl"
     small_run.wait_until(
         lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 1, "step 1", process=process
     )
+    found = listeners(process.pid)
+    assert ("server", "127.0.0.1") in found
+    check_table(found, 1, ONE_NODE)
     of_run = psutil.Process(process.pid).children(recursive=True)
     worker = next(one for one in of_run if one.cmdline() and one.cmdline()[0].startswith("VLLM::Worker"))
     os.kill(worker.pid, signal.SIGKILL)

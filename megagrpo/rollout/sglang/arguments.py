@@ -211,6 +211,7 @@ def server_environment(device: str, ranks: int, threads: int, engine: int = 0) -
         "CUDA_VISIBLE_DEVICES": "",
         "TORCHDYNAMO_DISABLE": "1",  # compiling for a CPU gains nothing
         "OMP_NUM_THREADS": str(per_rank),
+        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",  # before it ends, it would wait five seconds for GPUs
     }
     if ranks == 1:
         return common
