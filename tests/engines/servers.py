@@ -23,9 +23,7 @@ from megagrpo.rollout.engine import EngineNode, EngineSpec, ServerSpec
 from megagrpo.rollout.kinds import ENGINES
 from megagrpo.rollout.server import Server, members
 from megagrpo.rollout.sglang.client import SglangClient
-from megagrpo.rollout.sglang.engine import SglangEngine
 from megagrpo.rollout.vllm.client import VllmClient
-from megagrpo.rollout.vllm.engine import VllmEngine
 from megagrpo.types import SamplingParams
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.transport.choice import TransportName
@@ -59,7 +57,6 @@ class Served(ABC):
     """Changes of the family's tiny config."""
 
     kind: ClassVar[str]
-    engine_type: ClassVar[type[SglangEngine | VllmEngine]]
     client_type: ClassVar[type[EngineClient]]
     paused: ClassVar[tuple[str, Mapping[str, Any]]]
     """The request that stops sampling in the server, whose engine knows nothing of it."""
@@ -72,7 +69,7 @@ class Served(ABC):
     @cached_property
     def engine(self) -> Any:
         """An engine that owns the server."""
-        return self.engine_type(spec_of(self.directory, self.layout), self.server)
+        return ENGINES[self.kind].engine(spec_of(self.directory, self.layout), self.server)
 
     def close(self) -> None:
         if "engine" in vars(self):
@@ -123,15 +120,13 @@ class Served(ABC):
     def borrowed(self, *overrides: str, keeps_weights: bool = False) -> Iterator[Any]:
         """An engine over the same server, which it does not end. Afterwards the server is as before."""
         spec = spec_of(self.directory, self.layout, f"rollout.urls=['{self.server.url}']", *overrides)
-        engine = self.borrowing(replace(spec, api_key=self.server.api_key, keeps_weights=keeps_weights))
+        spec = replace(spec, api_key=self.server.api_key, keeps_weights=keeps_weights)
+        engine: Any = ENGINES[self.kind].engine(spec, None)
         try:
             yield engine
         finally:
             engine.close()
             self.reset()
-
-    def borrowing(self, spec: EngineSpec) -> Any:
-        return SglangEngine(spec)
 
     @contextmanager
     def trained(self, *overrides: str) -> Iterator[tuple[Any, Policy]]:
@@ -164,7 +159,7 @@ class Served(ABC):
 class OnSglang(Served):
     """An SGLang server, which has weights as soon as it is started."""
 
-    kind, engine_type, client_type, worker = "sglang", SglangEngine, SglangClient, "sglang::scheduler"
+    kind, client_type, worker = "sglang", SglangClient, "sglang::scheduler"
     paused, continued = ("/pause_generation", {"mode": "in_place"}), "/continue_generation"
     ends_while_paused = False
 
@@ -189,26 +184,10 @@ class OnSglang(Served):
         return sum(" batch, " in line for line in self.server.log.read_text().splitlines())
 
 
-class Lent:
-    """A server that an engine does not end."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._server, name)
-
-    def wait_until_ready(self, timeout_seconds: float) -> None:
-        """Returns at once: it would not answer while it is paused."""
-
-    def close(self) -> None:
-        """Leaves it running."""
-
-
 class OnVllm(Served):
     """A vLLM server, whose engine begins with an update."""
 
-    kind, engine_type, client_type, worker = "vllm", VllmEngine, VllmClient, "VLLM::Worker"
+    kind, client_type, worker = "vllm", VllmClient, "VLLM::Worker"
     paused, continued = ("/pause?mode=keep&clear_cache=false", {}), "/resume"
     ends_while_paused = True
 
@@ -223,9 +202,6 @@ class OnVllm(Served):
 
     def reset(self) -> None:
         self.post("/resume")
-
-    def borrowing(self, spec: EngineSpec) -> Any:
-        return VllmEngine(spec, Lent(self.server))  # type: ignore[arg-type]
 
     def endless(self, engine: Any) -> SamplingParams:
         engine._stops = set()
@@ -275,11 +251,7 @@ def server_spec(**values: Any) -> ServerSpec:
 
 
 def start_server(
-    directory: Path,
-    layout: EngineLayoutConfig,
-    log: Path,
-    kind: str = "sglang",
-    node: EngineNode | None = None,
+    directory: Path, layout: EngineLayoutConfig, log: Path, kind: str = "sglang", node: EngineNode | None = None
 ) -> Server:
     """Started, not yet ready: all of a server, or one of its nodes."""
     values: dict[str, Any] = {"log": log, "model_directory": str(directory), "layout": layout, "node": node}
@@ -296,7 +268,7 @@ class Servers:
     def __init__(self, root: Path) -> None:
         self._root, self._ends = root, ExitStack()
         self._served: dict[tuple[str, str, int], Served] = {}
-        self._ready: list[Served] = []
+        self._ready: list[Server] = []
 
     def begin(self, kind: str, family: str, tensor: int) -> Served:
         """Starts a server, unless it runs. It may not be ready yet."""
@@ -304,15 +276,16 @@ class Servers:
         if key not in self._served or self._served[key].server._process.poll() is not None:
             changes = KINDS[kind].changes_of(family)
             directory = model_directory(family, self._root / f"{kind}_{tensor}_{len(self._served)}" / family, **changes)
-            start = started(directory, family, EngineLayoutConfig(tensor=tensor), kind=kind, **changes)
+            layout = EngineLayoutConfig(tensor=tensor)
+            start = serve(directory, family, layout, kind=kind, ready=False, **changes)
             self._served[key] = self._ends.enter_context(start)
         return self._served[key]
 
     def get(self, kind: str, family: str, tensor: int) -> Served:
         served = self.begin(kind, family, tensor)
-        if served not in self._ready:
+        if served.server not in self._ready:
             served.server.wait_until_ready(START_SECONDS)
-            self._ready.append(served)
+            self._ready.append(served.server)
         return served
 
     def close(self) -> None:
@@ -320,11 +293,16 @@ class Servers:
 
 
 @contextmanager
-def started(
-    directory: Path, family: str, layout: EngineLayoutConfig, nodes: int = 1, kind: str = "sglang", **changes: Any
+def serve(
+    directory: Path,
+    family: str,
+    layout: EngineLayoutConfig,
+    nodes: int = 1,
+    kind: str = "sglang",
+    ready: bool = True,
+    **changes: Any,
 ) -> Iterator[Served]:
-    """A server of the model in `directory`, not yet ready; ended afterwards. Several nodes are processes of this
-    machine."""
+    """A server of the model in `directory`, ended afterwards. Several nodes are processes of this machine."""
     host, port = StoreHost(LOOPBACK), free_port("", EngineNode.LATER_PORTS)
     of_node = [EngineNode(rank, nodes, host.address, port, (LOOPBACK,) * nodes) for rank in range(nodes)]
     logs = [directory.with_suffix(f".{rank}.log") for rank in range(nodes)]
@@ -334,21 +312,13 @@ def started(
     ]
     served = KINDS[kind](servers[0], family, directory, layout, changes)
     try:
+        if ready:
+            servers[0].wait_until_ready(START_SECONDS)
         yield served
         served.close()
     finally:
         for server in servers:
             server.close()
-
-
-@contextmanager
-def serve(
-    directory: Path, family: str, layout: EngineLayoutConfig | None = None, nodes: int = 1, **changes: Any
-) -> Iterator[Served]:
-    """A server of SGLang's, as `started` makes it, once it is ready."""
-    with started(directory, family, layout or EngineLayoutConfig(), nodes, **changes) as served:
-        served.server.wait_until_ready(START_SECONDS)
-        yield served
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from megagrpo.agents.gateway import Gateway
 from megagrpo.agents.turns import Limits
 from megagrpo.errors import MegagrpoError
+from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.engine import Engine
 from megagrpo.types import Request, Sample, SamplingParams
 from tests.agents.policy import STOP, chat, tokenizer
@@ -55,7 +56,7 @@ def model_that_ends(directory: Path, seed: int, ends: float = ENDS) -> Path:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve(model_that_ends(tmp_path_factory.mktemp("chat") / "0", 0), "qwen2") as served:
+    with serve(model_that_ends(tmp_path_factory.mktemp("chat") / "0", 0), "qwen2", EngineLayoutConfig()) as served:
         yield served
 
 

@@ -229,7 +229,7 @@ def converted_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
         ("megatron-to-hf", megatron, hugging_face),
     ):
         assert cli.main(["convert", conversion, "--source", str(source), "--output", str(output)]) == 0
-    with serve(hugging_face, "llama") as served:
+    with serve(hugging_face, "llama", EngineLayoutConfig()) as served:
         yield served
 
 
