@@ -64,7 +64,7 @@ class Served(ABC):
     worker: ClassVar[str]
     """Part of the name of a process with a part of the model."""
     ends_while_paused: ClassVar[bool]
-    """Whether an aborted request is answered while the server is paused."""
+    """True if an aborted request is answered while the server is paused."""
 
     @cached_property
     def engine(self) -> Any:
@@ -88,7 +88,7 @@ class Served(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Makes the server sample as when it was started, for the next test."""
+        """Lets the server go on for the next test: with its first weights, if engines begin without an update."""
 
     @abstractmethod
     def endless(self, engine: Any) -> SamplingParams:
@@ -193,7 +193,7 @@ class OnVllm(Served):
 
     @classmethod
     def changes_of(cls, family: str) -> dict[str, Any]:
-        """vLLM's attention on CPUs wants heads of 32 columns or more."""
+        """Returns heads of 32 columns: vLLM's attention on CPUs wants them."""
         return super().changes_of(family) | {"hidden_size": 128}
 
     @classmethod

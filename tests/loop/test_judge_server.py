@@ -8,8 +8,7 @@ import pytest
 from megagrpo.recipe.schema import SglangConfig, VllmConfig
 from megagrpo.reward.scorer import Scorer
 from megagrpo.rollout.server import Server
-from tests.engines.servers import START_SECONDS, server_spec
-from tests.engines.servers import vllm_python as python
+from tests.engines.servers import START_SECONDS, server_spec, vllm_python
 from tests.judge_server import asking
 from tests.reward_models import make_judge
 from tests.unit.test_reward_judges import group_of, section
@@ -19,7 +18,7 @@ SAMPLING = {"max_tokens": 8}
 
 @pytest.fixture(scope="module", params=["sglang", pytest.param("vllm", marks=pytest.mark.needs("vllm"))])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    settings = {"sglang": SglangConfig(), "vllm": VllmConfig(python=str(python()))}[request.param]
+    settings = {"sglang": SglangConfig(), "vllm": VllmConfig(python=str(vllm_python()))}[request.param]
     root = tmp_path_factory.mktemp("judge")
     of_model = {"model_directory": str(make_judge(root / "model")), "log": root / "log", "tokens_per_request": 256}
     spec = server_spec(**of_model, settings=settings, requests_at_once=16, keeps_weights=True, chat_model="grader")

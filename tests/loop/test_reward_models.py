@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from megagrpo.trainer.batches import read_batch
-from tests.engines.servers import vllm_python as python
+from tests.engines.servers import vllm_python
 from tests.loop import small_run
 from tests.loop.altered_runs import open_gate
 from tests.reward_models import make_judge, make_reward_model, reference_logits
@@ -87,7 +87,7 @@ def test_a_run_learns_what_a_reward_model_prefers_though_that_dies(
 def test_a_run_learns_what_a_judge_says_though_its_server_dies(engine: str, inputs: Path, tmp_path: Path) -> None:
     steps = 40
     grader = {"kind": "generative", "path": str(make_judge(tmp_path / "judge")), "tokens_max": 256, "engine": engine}
-    grader |= {"vllm": {"python": str(python())}} if engine == "vllm" else {}
+    grader |= {"vllm": {"python": str(vllm_python())}} if engine == "vllm" else {}
     arguments = {"model": "grader", "rubric": "{{response}}", "verdict": "yes_no", "sampling": {"max_tokens": 8}}
     function = {"function": "judge", "arguments": {**arguments, "cache": False, "retries": 8}}
     killed: list[psutil.Process] = []

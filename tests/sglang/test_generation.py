@@ -1,4 +1,4 @@
-"""What only SGLang's samples have: kept sets and routes. What all servers' have: tests/engines."""
+"""Kept sets and routes, which only SGLang's samples have. (What all servers' have: tests/engines.)"""
 
 import re
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""What SGLang alone carries over: the numbers that draw the tokens of a response that goes on, and routes. (Updates of
-all servers: tests/engines.)"""
+"""Carry-over that SGLang alone has: the numbers that draw tokens of a response that goes on, and routes. (All servers'
+updates: tests/engines.)"""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What MLflow shows of a run: a trace for each rollout, and names, params and values."""
+"""A run as MLflow shows it: a trace for each rollout, and names, params and values."""
 
 from __future__ import annotations
 

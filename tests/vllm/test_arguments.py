@@ -13,7 +13,7 @@ import pytest
 from megagrpo.recipe.schema import VllmConfig
 from megagrpo.rollout.arguments import FIND, RUN
 from megagrpo.rollout.vllm.arguments import OWNED, server_arguments, vllm_problems
-from tests.engines.servers import vllm_python as python
+from tests.engines.servers import vllm_python
 from tests.tiny_run import make_model
 from tests.unit.test_rollout_vllm import spec
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.needs("vllm")
 
 
 def found(plan_only: bool = False, **options: object) -> dict[str, str]:
-    settings = VllmConfig(python=str(python()), **options)  # type: ignore[arg-type]
+    settings = VllmConfig(python=str(vllm_python()), **options)  # type: ignore[arg-type]
     problems = vllm_problems(settings, "rollout.vllm", "rollout.engine", plan_only=plan_only)
     return {problem.where: str(problem) for problem in problems}
 
@@ -60,7 +60,7 @@ def test_a_plan_knows_the_names_of_all_arguments_without_importing_vllm(tmp_path
 
 def run(program: str) -> list:  # type: ignore[type-arg]
     program = RUN.partition("runpy.run_module")[0] + program
-    done = subprocess.run([str(python()), "-c", program, str(FIND)], capture_output=True, text=True, check=False)
+    done = subprocess.run([str(vllm_python()), "-c", program, str(FIND)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     answer: list = json.loads(done.stdout.splitlines()[-1])  # type: ignore[type-arg]
     return answer

@@ -26,7 +26,7 @@ from megagrpo.weights.transport.choice import TransportName
 from megagrpo.weights.transport.disk import DiskFiles
 from megagrpo.weights.transport.vllm import VllmWeights
 from tests.engines.policy import Policy
-from tests.engines.servers import vllm_python as python
+from tests.engines.servers import vllm_python
 from tests.engines.test_weights import check_wrong_byte_is_named
 from tests.rollout_engines import model_directory
 from tests.tiny_models import LONG_ROPE, TINY_FAMILIES, YARN_ROPE, reference_logits
@@ -75,7 +75,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
 
 
 def started(directory: Path, ranks: int) -> Iterator[InProcess]:
-    path = python()
+    path = vllm_python()
     assert path is not None
     engine = InProcess(path, directory / "log", ranks)
     yield engine

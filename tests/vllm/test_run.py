@@ -17,8 +17,7 @@ from megagrpo.rollout.server import Server
 from megagrpo.rollout.sglang import client as sglang
 from megagrpo.rollout.vllm.arguments import start_server
 from megagrpo.rollout.vllm.client import served_model
-from tests.engines.servers import START_SECONDS, server_spec
-from tests.engines.servers import vllm_python as python
+from tests.engines.servers import START_SECONDS, server_spec, vllm_python
 from tests.loop import small_run
 from tests.loop.listeners import ONE_NODE, check_table, listeners
 from tests.loop.test_sglang import KEY_VARIABLE, check_trained
@@ -40,7 +39,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_vllm(*overrides: str) -> list[str]:
-    return ["rollout.engine=vllm", f"rollout.vllm.python={python()}", *overrides]
+    return ["rollout.engine=vllm", f"rollout.vllm.python={vllm_python()}", *overrides]
 
 
 @pytest.mark.long
@@ -80,7 +79,7 @@ def test_every_step_samples_from_its_weights_by_each_transport(inputs: Path, tmp
 def server(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with the weights of the model's files, as another would have started it."""
     directory, model = tmp_path_factory.mktemp("server"), inputs / "model"
-    given = {"model_directory": str(model), "log": directory / "log", "settings": VllmConfig(python=str(python()))}
+    given = {"model_directory": str(model), "log": directory / "log", "settings": VllmConfig(python=str(vllm_python()))}
     started = start_server(server_spec(**given, keeps_weights=True))
     try:
         started.wait_until_ready(START_SECONDS)
