@@ -11,7 +11,7 @@ import pytest
 
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import EngineLayoutConfig
-from megagrpo.rollout.sglang.arguments import model_problems
+from megagrpo.rollout.kinds import ENGINES
 from megagrpo.types import SamplingParams
 from megagrpo.weights.transport.choice import TransportName
 from megagrpo.weights.transport.disk import DiskFiles
@@ -69,7 +69,7 @@ def test_a_family_is_served_with_the_weights_of_training_ranks(
     directory = model_directory(family, tmp_path / family, **changes, max_position_embeddings=CONTEXT)
     config = json.loads((directory / "config.json").read_text()) | keys
     (directory / "config.json").write_text(json.dumps({key: its for key, its in config.items() if its is not None}))
-    assert model_problems(directory) == []
+    assert list(ENGINES["sglang"].model_problems(directory)) == []
     with serve(directory, family, EngineLayoutConfig(tensor=tensor), **changes) as served:
         files = DiskFiles(tmp_path / "versions", directory, "float32")
         policy = Policy(served.engine, served, layout, TransportName(transport), files=files)
