@@ -37,10 +37,10 @@ PROGRAM = Program(
         "non-default args",
         "Dumping ",
         "[shutdown]",
-        "[async_llm.py:",
+        "[async_llm.py:",  # requests that a dead engine does not answer: why it died comes before
         "[serving.py:",
-        "[vllm_error.py:",  # requests of a dead engine; its reason comes before
-    ),  # fmt: skip
+        "[vllm_error.py:",
+    ),
 )
 TRIED = "0.32.0"
 """The version with which this was tried, on CPUs."""
