@@ -11,7 +11,7 @@ from setuptools import find_packages, setup
 setup(
     name="megagrpo",
     version="0.1.0",
-    description="GRPO for large language models on Megatron-Core, SGLang and Ray",
+    description="GRPO for large language models on Megatron-Core, SGLang or vLLM, and Ray",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

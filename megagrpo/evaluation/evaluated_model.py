@@ -194,4 +194,5 @@ def _served_model(url: str, key: str) -> tuple[str, Mapping[str, Any]]:
             return name, kind.served_model(url, key)
         except EngineError as error:
             problems += error.problems
-    raise EngineError(problems)
+    given, needed = ("; ".join(getattr(problem, part) for problem in problems) for part in ("given", "needed"))
+    raise EngineError(Problem(url, given, needed.replace("; ", " or "), problems[0].fix))

@@ -145,12 +145,12 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
         yield from kind.context_problems(architecture, rollout)
         heads = next(size for axis, _, size in architecture.divided() if axis == "tensor")
         layouts = (EngineLayoutConfig(tensor=size) for size in divisors(heads))
-        on = device, rollout.quantization
+        on = device, rollout.quantization if kind.quantizes else None  # a rule of recipes refuses it
         sizes = [layout.tensor for layout in layouts if not side.split_problems(architecture, layout, *on)]
         otherwise = "rollout.quantization: null" if rollout.quantization else "rollout.engine: transformers"
         for fault in side.split_problems(architecture, rollout.layout, *on):
-            fix = f"rollout.layout.tensor of {either(sizes)}, with expert: 1" if sizes else fault.fix or otherwise
-            yield replace(fault, where=f"rollout.layout: {fault.where}", fix=fix)
+            fix = f"rollout.layout.tensor of {either(sizes)}, with expert: 1" if sizes else otherwise
+            yield replace(fault, where=f"rollout.layout: {fault.where}", fix=fault.fix or fix)
     if device == "cpu" and recipe.cluster.device == "auto":
         yield from broken(WITHOUT_GPUS, rollout)
 

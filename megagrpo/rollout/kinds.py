@@ -68,6 +68,9 @@ class EngineKind:
     settings: str | None = None
     """Name of the section of `rollout` that has the settings of its servers, which recipes of other kinds leave out."""
 
+    context: str | None = None
+    """Name of the argument of its servers that limits a prompt with its response."""
+
     def route_bytes(self, arch: Architecture) -> float:
         """Returns the bytes of a token's routes in a server's answer."""
         return 0.0
@@ -237,7 +240,7 @@ class Sglang(External):
     """SGLang servers that the run starts and ends: the same engine and side, with options, problems and memory."""
 
     started_by_us = starts_without_weights = quantizes = multiplies_in_float8 = answers_chats = True
-    settings = "sglang"
+    settings, context = "sglang", "context_length"
 
     def options(self, rollout: RolloutConfig) -> Mapping[str, Any]:
         return rollout.sglang.model_extra or {}
@@ -325,7 +328,7 @@ class Vllm(ExternalVllm):
     """vLLM servers that the run starts and ends, in an environment of their own."""
 
     started_by_us = starts_without_weights = answers_chats = True
-    settings = "vllm"
+    settings, context = "vllm", "max_model_len"
 
     def options(self, rollout: RolloutConfig) -> Mapping[str, Any]:
         return rollout.vllm.model_extra or {}

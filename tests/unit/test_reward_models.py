@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from safetensors.numpy import load_file
 
 from megagrpo.cluster.classifier import Classifier, batches_of
@@ -256,7 +257,8 @@ def test_a_judges_server_may_be_of_either_engine_and_has_the_settings_of_its_own
 
     assert found(engine="vllm", vllm={"max_model_len": 4096}) == []
     assert found(engine="vllm", sglang={"context_length": 4096}) == ["reward.models.grader.sglang"]
-    assert found(engine="transformers") == ["reward.models.grader.engine"]
+    with pytest.raises(ValidationError, match=r"reward\.models\.grader\.generative\.engine"):
+        found(engine="external_vllm")
     wrong = {"grader": {**GENERATIVE, "engine": "vllm", "vllm": {"served_model_name": "x"}}}
     problems = engine_problems(recipe_of(wrong, ask("judge", "grader")), None, plan_only=True)
     assert [problem.where for problem in problems] == ["reward.models.grader.vllm.served_model_name"]

@@ -54,8 +54,8 @@ def test_an_embedded_engine_is_not_quantised_for_families_that_are_not_all_in_bl
 def test_a_kind_that_is_added_by_one_line_trains(tmp_path: Path) -> None:
     recipe = make_run(tmp_path)
     words = ["train", str(recipe), "rollout.engine=toy", "rollout.engines=2", "track.mlflow=null", "cluster.device=cpu"]
-    named = "from megagrpo.rollout.kinds import ENGINES; ENGINES['toy'] = None"  # before recipes are imported
-    added = f"{named}; from tests.toy_engine import Toy; ENGINES['toy'] = Toy()"
+    named = "from megagrpo.rollout import kinds; kinds.ENGINES['toy'] = kinds.EngineKind()"  # recipes read it
+    added = f"{named}; from tests.toy_engine import Toy; kinds.ENGINES['toy'] = Toy()"
     run = "from pathlib import Path; from tests.loop.without_ray import run"
     program = f"{added}; {run}; run({words!r}, Path({str(tmp_path / 'output')!r}))"
     done = subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(PACKAGE.parent)})

@@ -248,6 +248,7 @@ def test_a_server_on_several_nodes_is_refused(tmp_path: Path) -> None:
         ("kept_sets_of_another_engine", "rollout.top_p=0.9"),
         ("quantization_of_another_engine", "rollout.quantization=fp8"),
         ("replay_without_routes", "algorithm.routing=replay"),
+        ("context_of_servers", "rollout.vllm={max_model_len: 4}"),
     ],
 )
 def test_what_vllm_does_not_return_is_refused(rule: str, override: str) -> None:

@@ -278,6 +278,12 @@ class Recipe(Section):
         "warmups_longer_than_the_run": lambda r: 0 < r.policy_steps < r.train.optimizer.warmup_steps,
         "no_length": lambda r: not r.train.lengths,
         "several_lengths": lambda r: len(r.train.lengths) > 1,
+        "context_of_servers": lambda r: (
+            isinstance(tokens := r.rollout.server_context, int)
+            and tokens < r.sequence_tokens_max
+            and {"section": r.rollout.kind.settings, "name": r.rollout.kind.context, "tokens": tokens}
+            | {"longest": r.sequence_tokens_max}
+        ),
         "longest_sequence": lambda r: too_long(r.train, r.sequence_tokens_max),
         "logprob_tokens_without_passes": lambda r: (
             r.train.logprob_tokens_per_microbatch is not None

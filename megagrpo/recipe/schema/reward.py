@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from megagrpo.errors import Problem
-from megagrpo.recipe.schema.rollout import EngineName, SglangConfig, VllmConfig, settings_of_others
+from megagrpo.recipe.schema.rollout import SglangConfig, VllmConfig, settings_of_others
 from megagrpo.rollout.kinds import ENGINES
 from megagrpo.section import ByName, Count, Number, PositiveFloat, Rules, Seconds, Section, Tokens
 
+if TYPE_CHECKING:
+    JudgesEngine = str
+else:
+    JudgesEngine = Literal[tuple(name for name, kind in ENGINES.items() if kind.answers_chats)]
 Device = Literal["auto", "cpu"]
 DType = Literal["auto", "float32", "bfloat16"]
 
@@ -86,8 +90,8 @@ class GenerativeConfig(Section):
     kind: Literal["generative"] = "generative"
     """generative: a server, asked by judge and its like."""
 
-    engine: EngineName = "sglang"
-    """Engine of the server: sglang or vllm."""
+    engine: JudgesEngine = "sglang"
+    """Engine of the server."""
 
     path: str
     """Hugging Face directory or hub id."""
@@ -113,10 +117,9 @@ class GenerativeConfig(Section):
     @property
     def settings(self) -> SglangConfig | VllmConfig:
         """Returns the settings of its server."""
-        return getattr(self, ENGINES[self.engine].settings or "")  # type: ignore[no-any-return]
+        return getattr(self, str(ENGINES[self.engine].settings))  # type: ignore[no-any-return]
 
     RULES: ClassVar[Rules[GenerativeConfig]] = {
-        "engine_of_chats": lambda model: not ENGINES[model.engine].answers_chats,
         "settings_of_another_engine": lambda model: settings_of_others(model, ENGINES[model.engine]),
     }
 

@@ -250,6 +250,11 @@ class RolloutConfig(Section):
         return (self.layout.ranks if self.kind.splits else 1) if self.kind.started_by_us else 0
 
     @property
+    def server_context(self) -> object:
+        """Returns the longest prompt with its response that the recipe gives to servers; None if it gives none."""
+        return self.kind.options(self).get(self.kind.context or "")
+
+    @property
     def narrowing(self) -> list[str]:
         """Returns the fields that keep tokens from being sampled: the trainer then needs each token's kept set."""
         return [field for field, whole in (("top_p", 1), ("top_k", 0), ("min_p", 0)) if getattr(self, field) != whole]
@@ -299,7 +304,7 @@ class RolloutConfig(Section):
         ),
         "gpu_memory_utilization": lambda r: (
             (share := (r.vllm.model_extra or {}).get("gpu_memory_utilization")) is not None
-            and not (isinstance(share, float) and 0 < share <= 1)
+            and not (isinstance(share, float | int) and 0 < share <= 1)
         ),
         "vllm_number": lambda r: (
             {"name": name, "value": value}

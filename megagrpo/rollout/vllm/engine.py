@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megagrpo.errors import EngineError, Problem, brief
@@ -40,7 +41,8 @@ def check_server(answer: Mapping[str, Any], spec: EngineSpec, architecture: Arch
     wanted = AS_STARTED | {"tensor_parallel_size": spec.recipe.rollout.layout.tensor, "dtype": spec.dtype}
     require_arguments(spec.name, info, wanted, OWNED)
     if problems := context_problems(architecture, info.get("max_model_len")):
-        raise EngineError(problems)
+        fix = f"start the server with --max-model-len {architecture.sampled_max}"
+        raise EngineError([replace(problem, where=f"{spec.name}: max_model_len", fix=fix) for problem in problems])
 
 
 class VllmEngine(ServedEngine):

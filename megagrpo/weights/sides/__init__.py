@@ -1,1 +1,1 @@
-"""Sides: manifests that place each tensor in Megatron's ranks, SGLang's ranks, Transformers or a checkpoint."""
+"""Sides: manifests that place each tensor in the ranks of Megatron, SGLang or vLLM, in Transformers or a checkpoint."""

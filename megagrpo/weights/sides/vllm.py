@@ -92,7 +92,8 @@ def split_problems(
         problems.append(Problem(on_vllm, quantization, needed, OTHER_ENGINES))
     for name in ("pipeline", "expert", "attention_data"):
         if (size := getattr(layout, name)) > 1:
-            problems.append(Problem(where, f"{name} = {size}", "1: with vLLM only tensor parallelism was compared"))
+            needed = "1: with vLLM only tensor parallelism was compared"
+            problems.append(Problem(where, f"{name} = {size}", needed, f"rollout.layout.{name}: 1"))
     if problems:
         return problems
     if layout.tensor > 1 and any(getattr(kind.attention, "norm", None) == "projection" for kind in arch.kinds):

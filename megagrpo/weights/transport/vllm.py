@@ -98,7 +98,7 @@ def refuse_packed(model: torch.nn.Module) -> None:
     }
     if packed := {name: kernel for name, kernel in kernels.items() if kernel not in KEPT_LAYOUTS}:
         (name, kernel), *_ = packed.items()
-        fix = "rollout.vllm.moe_backend: triton"
+        fix = "rollout.vllm.moe_backend: triton (--moe-backend triton of a server that runs already)"
         raise ModelError(Problem(name, f"experts packed for {kernel}", "a kernel that keeps their layout", fix))
     for name, parameter in model.named_parameters():
         if not parameter.numel():
