@@ -32,7 +32,7 @@ def work(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)
     sys.dont_write_bytecode = True  # beside a user's files, whose functions may import others when they are called
     connection = Connection(descriptor)
-    specs, timeout_seconds, memory_bytes = connection.recv()
+    specs, timeout_seconds, memory_bytes = _received(connection)
     Path("/proc/self/oom_score_adj").write_text("1000")  # before engines and ranks
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     functions: dict[int, Function] = {}
@@ -69,10 +69,7 @@ async def _serve(connection: Connection, functions: dict[int, Function], timeout
 
 def _receive(connection: Connection, loop: asyncio.AbstractEventLoop, messages: asyncio.Queue[Message]) -> None:
     while True:
-        try:
-            message = connection.recv()
-        except (EOFError, OSError):
-            os._exit(0)  # whatever a function is doing: its outcome cannot be sent any more
+        message = _received(connection)
         loop.call_soon_threadsafe(messages.put_nowait, message)
 
 
@@ -96,5 +93,17 @@ async def _answer(
 
 def _send(connection: Connection, message: dict[str, Any]) -> None:
     data = json.dumps(message, ensure_ascii=False).encode(errors="replace") + b"\n"
-    while data:
-        data = data[os.write(connection.fileno(), data) :]
+    try:
+        while data:
+            data = data[os.write(connection.fileno(), data) :]
+    except OSError:
+        os._exit(0)  # nobody reads it any more
+
+
+def _received(connection: Connection) -> Any:
+    """Returns the next message. Ends the process if none comes any more, whatever a function is doing: its outcome
+    could not be sent."""
+    try:
+        return connection.recv()
+    except (EOFError, OSError):
+        os._exit(0)

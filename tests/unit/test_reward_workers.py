@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -283,3 +284,15 @@ def test_a_keeper_that_was_stopped_ends_when_the_driver_is_killed(tmp_path: Path
         os.kill(keeper, signal.SIGSTOP)
         driver.kill()
     assert ends(keeper)
+
+
+@pytest.mark.parametrize("sent", [[], [({}, 300.0, 1 << 32)]])
+def test_a_worker_whose_driver_was_killed_while_it_began_ends_without_a_word(sent: list[object]) -> None:
+    ours, its = socket.socketpair()
+    connection = Connection(ours.detach())
+    for message in sent:
+        connection.send(message)
+    connection.close()
+    program = f"from megagrpo.reward.worker_process import work; work({its.fileno()})"
+    ended = subprocess.run([sys.executable, "-c", program], pass_fds=[its.fileno()], capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, b"")
