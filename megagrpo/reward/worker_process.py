@@ -96,7 +96,7 @@ def _send(connection: Connection, message: dict[str, Any]) -> None:
     try:
         while data:
             data = data[os.write(connection.fileno(), data) :]
-    except OSError:
+    except ConnectionError:
         os._exit(0)  # nobody reads it any more
 
 

@@ -359,7 +359,7 @@ class Vllm(ExternalVllm):
     def context_problems(self, architecture: Architecture, rollout: RolloutConfig) -> Sequence[Problem]:
         from megagrpo.rollout.vllm.arguments import context_problems
 
-        return context_problems(architecture, self.options(rollout).get("max_model_len"))
+        return context_problems(architecture, rollout.server_context)
 
     def memory(self, case: Case) -> EngineMemory:
         from megagrpo.rollout.vllm.memory import vllm_memory

@@ -321,6 +321,16 @@ def serve(
             server.close()
 
 
+@contextmanager
+def until_closed(server: Server) -> Iterator[None]:
+    """Waits until a server is ready, and closes it afterwards."""
+    try:
+        server.wait_until_ready(START_SECONDS)
+        yield
+    finally:
+        server.close()
+
+
 def wait_until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_SECONDS
     while not holds():

@@ -8,7 +8,7 @@ import pytest
 from megagrpo.recipe.schema import SglangConfig, VllmConfig
 from megagrpo.reward.scorer import Scorer
 from megagrpo.rollout.server import Server
-from tests.engines.servers import START_SECONDS, server_spec, vllm_python
+from tests.engines.servers import server_spec, until_closed, vllm_python
 from tests.judge_server import asking
 from tests.reward_models import make_judge
 from tests.unit.test_reward_judges import group_of, section
@@ -23,11 +23,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     of_model = {"model_directory": str(make_judge(root / "model")), "log": root / "log", "tokens_per_request": 256}
     spec = server_spec(**of_model, settings=settings, requests_at_once=16, keeps_weights=True, chat_model="grader")
     started = settings.engine_kind.server(spec)
-    try:
-        started.wait_until_ready(START_SECONDS)
+    with until_closed(started):
         yield started
-    finally:
-        started.close()
 
 
 @pytest.mark.long

@@ -24,7 +24,7 @@ from megagrpo.rollout.sglang.client import SglangAnswer, generate_body
 from megagrpo.trainer.batches import read_batch
 from megagrpo.types import SamplingParams
 from tests.engines.policy import check_logprobs
-from tests.engines.servers import START_SECONDS, client_of, start_server
+from tests.engines.servers import client_of, start_server, until_closed
 from tests.loop import small_run, test_agents
 from tests.loop.conftest import watched
 from tests.loop.listeners import ONE_NODE, check_table, listeners
@@ -122,11 +122,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Serves other weights than those that a run starts from."""
     directory = tmp_path_factory.mktemp("server")
     started = start_server(latent_model(directory / "served", seed=1), EngineLayoutConfig(), directory / "server.log")
-    try:
-        started.wait_until_ready(START_SECONDS)
+    with until_closed(started):
         yield started
-    finally:
-        started.close()
 
 
 @pytest.mark.soak

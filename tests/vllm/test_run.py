@@ -17,7 +17,7 @@ from megagrpo.rollout.server import Server
 from megagrpo.rollout.sglang import client as sglang
 from megagrpo.rollout.vllm.arguments import start_server
 from megagrpo.rollout.vllm.client import served_model
-from tests.engines.servers import START_SECONDS, server_spec, vllm_python
+from tests.engines.servers import server_spec, until_closed, vllm_python
 from tests.loop import small_run
 from tests.loop.listeners import ONE_NODE, check_table, listeners
 from tests.loop.test_sglang import KEY_VARIABLE, check_trained
@@ -81,11 +81,8 @@ def server(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     directory, model = tmp_path_factory.mktemp("server"), inputs / "model"
     given = {"model_directory": str(model), "log": directory / "log", "settings": VllmConfig(python=str(vllm_python()))}
     started = start_server(server_spec(**given, keeps_weights=True))
-    try:
-        started.wait_until_ready(START_SECONDS)
+    with until_closed(started):
         yield started
-    finally:
-        started.close()
 
 
 @pytest.mark.long

@@ -304,7 +304,7 @@ class RolloutConfig(Section):
         ),
         "gpu_memory_utilization": lambda r: (
             (share := (r.vllm.model_extra or {}).get("gpu_memory_utilization")) is not None
-            and not (isinstance(share, float | int) and 0 < share <= 1)
+            and not (type(share) in (float, int) and 0 < share <= 1)
         ),
         "vllm_number": lambda r: (
             {"name": name, "value": value}
