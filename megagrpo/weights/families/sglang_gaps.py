@@ -25,10 +25,10 @@ class Gap:
     fix: str = INSTEAD
 
 
-def gap_problems(arch: Architecture, gaps: Iterable[Gap]) -> Iterator[Problem]:
+def gap_problems(arch: Architecture, gaps: Iterable[Gap], engine: str = "SGLang") -> Iterator[Problem]:
     for gap in gaps:
         if (given := gap.given(arch)) is not None:
-            yield Problem(f"{arch.family} on SGLang: {gap.key}", str(given), gap.needed, gap.fix)
+            yield Problem(f"{arch.family} on {engine}: {gap.key}", str(given), gap.needed, gap.fix)
 
 
 def of_attention(given: Callable[[Architecture, Attention], object]) -> Callable[[Architecture], object]:

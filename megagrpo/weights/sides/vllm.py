@@ -20,6 +20,7 @@ from megagrpo.weights.families import renamed
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.families.parts.latent_attention import LatentAttention
 from megagrpo.weights.families.sglang_classes import SglangClass
+from megagrpo.weights.families.sglang_gaps import gap_problems
 from megagrpo.weights.families.vllm_classes import CLASSES, OTHER_ENGINES, REFUSED
 from megagrpo.weights.sides.assembly import ManifestBuilder, tensors_by_role
 from megagrpo.weights.sides.sglang import VOCABULARY_MULTIPLE, EngineSizes, LayerOnEngine
@@ -78,9 +79,8 @@ def split_problems(
     if arch.family not in CLASSES:
         return [Problem(on_vllm, REFUSED[arch.family], f"one of {', '.join(CLASSES)}", OTHER_ENGINES)]
     of_class = CLASSES[arch.family]
-    given = ((gap, gap.given(arch)) for gap in of_class.gaps)
-    if gaps := [(gap, value) for gap, value in given if value is not None]:
-        return [Problem(f"{on_vllm}: {gap.key}", str(value), gap.needed, gap.fix) for gap, value in gaps]
+    if problems := list(gap_problems(arch, of_class.gaps, "vLLM")):
+        return problems
     if device == "cpu" and (problems := _cpu_problems(arch)):
         return problems
     if arch.value_head:
