@@ -105,6 +105,16 @@ class KeptSets:
 
 
 @dataclass(frozen=True, slots=True)
+class TeacherTokens:
+    """A teacher's logprobs for the tokens of a response that the policy sampled: of each, and of the teacher's own most
+    likely ids in its place."""
+
+    logprobs: np.ndarray  # float32 [t]
+    ids: np.ndarray  # int32 [t, k], most likely first; k is 0 if they were not asked for
+    ids_logprobs: np.ndarray  # float32 [t, k]
+
+
+@dataclass(frozen=True, slots=True)
 class Branch:
     """One sequence of an agent's rollout, as an engine saw it token for token: from the first message to an answer
     after which nothing was asked."""
@@ -157,6 +167,7 @@ class Sample:
     agent: AgentRun | None = None
     routes: Routes | None = None  # of prompt and response; those of an agent's rollout are in its branches
     kept: KeptSets | None = None  # None: drawn from the whole vocabulary
+    teacher: TeacherTokens | None = None  # of a teacher that answers requests
 
 
 @dataclass(frozen=True, slots=True)

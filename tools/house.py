@@ -32,24 +32,24 @@ class Limits:
 BUDGETS = {
     ("weights",): 9_350,
     ("megatron",): 4_989,
-    ("layout", "batching", "algorithm"): 2_941,
+    ("layout", "batching", "algorithm"): 3_066,
     ("checkpoint", "convert"): 2_417,
     ("rollout",): 5_023,
     ("cluster",): 3_354,
     ("trainer", "evaluation"): 4_381,
-    ("recipe", "preflight", "doctor"): 5_684,
+    ("recipe", "preflight", "doctor"): 5_879,
     ("plan",): 5_128,
     ("data",): 2_708,
-    ("reward",): 7_672,
+    ("reward",): 7_674,
     ("agents",): 5_158,
     ("track", "report"): 4_854,
     ("importing",): 2_991,
-    ("commands", "processes", ""): 2_788,
+    ("commands", "processes", ""): 2_799,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=360),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=362),
     "tests": Limits(lines=58_398, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).

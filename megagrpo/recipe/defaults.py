@@ -171,7 +171,7 @@ class DevicePlan:
     engine_share: float  # of its first device on each node, where its actor runs
     engine_nodes: int = 1
     bundles_of_model: tuple[tuple[int, ...], ...] = ()
-    """Bundles of each of reward.models, side by side on one node; none for one without devices of its own."""
+    """Bundles of each of models_beside, side by side on one node; none for one without devices of its own."""
 
     def node_bundles(self, engine: int) -> tuple[tuple[int, ...], ...]:
         """Returns the bundles of an engine by node; none for an external engine."""
@@ -194,7 +194,7 @@ def plan_engines(recipe: AnyRecipe, device: str) -> DevicePlan:
 
 def plan_devices(recipe: AnyRecipe, device: str, *, engines_too: bool = True) -> DevicePlan:
     """Plans ranks on the first devices in rank order. Engines, if `engines_too`, share them (colocated) or follow on
-    devices of their own; devices of reward.models are the last."""
+    devices of their own; devices of models_beside are the last."""
     ranks = recipe.train.layout.parallel().ranks
     resource, of_rank = "GPU" if device == "cuda" else "CPU", tuple(range(ranks))
     if isinstance(recipe, SftRecipe) or not engines_too:
@@ -209,7 +209,7 @@ def plan_devices(recipe: AnyRecipe, device: str, *, engines_too: bool = True) ->
         bundles, blocks = max(ranks, first + devices), max(1, devices // per_engine)
         of_engine = _blocks(engines, blocks, per_engine, first)
         engine_share = rank_share / -(-engines // blocks)
-    ends = list(accumulate((model.devices for model in recipe.reward.models.values()), initial=bundles))
+    ends = list(accumulate((model.devices for model in recipe.models_beside.values()), initial=bundles))
     of_models = tuple(tuple(range(*pair)) for pair in pairwise(ends))
     nodes = recipe.nodes_of_engine if per_engine else 1
     return DevicePlan(resource, ends[-1], of_rank, of_engine, rank_share, engine_share, nodes, of_models)

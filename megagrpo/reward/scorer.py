@@ -161,6 +161,8 @@ class Scorer:
         return [futures[number].result() for number in range(len(calls))]
 
     def _list_of(self, group: Group) -> list[int]:
+        if not self._reward.scores:
+            return []
         where = self._reward.list_of(group.prompt.data_source)
         if where is None:
             problem = self._reward.source_problem(group.prompt.data_source, f"prompt {group.prompt.id}")
@@ -257,7 +259,7 @@ def weighted_score(specs: Sequence[FunctionSpec], outcomes: Sequence[Outcome], s
     total = rounded(sum((spec.weight * score for spec, score in zip(specs, counted, strict=True)), 0.0))
     if not math.isfinite(total):
         return Score(None, parts, f"the weighted sum is {total}", notes=notes)
-    return Score(total, parts, counted=counted, solved=total >= solved_at, notes=notes, answer=answer)
+    return Score(total, parts, counted=counted, solved=bool(specs) and total >= solved_at, notes=notes, answer=answer)
 
 
 def evaluated_score(score: Score, sample: Sample) -> Score:

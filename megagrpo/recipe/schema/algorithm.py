@@ -9,6 +9,7 @@ from megagrpo.algorithm.aggregation import AggregationConfig, TokenMeanConfig
 from megagrpo.algorithm.correction import CorrectionConfig
 from megagrpo.algorithm.credit import CreditConfig, OutcomeConfig
 from megagrpo.algorithm.critic import CriticConfig
+from megagrpo.algorithm.distillation import DistillationConfig
 from megagrpo.algorithm.kl import KLConfig, ReferenceConfig
 from megagrpo.algorithm.policy_losses import DivergenceLoss, PolicyLossConfig, PpoClipConfig
 from megagrpo.algorithm.token_advantages import ReinforcePlusPlusConfig
@@ -37,6 +38,9 @@ class AlgorithmConfig(Section):
 
     critic: CriticConfig | None = None
     """For advantage: gae only."""
+
+    distillation: DistillationConfig | None = None
+    """Learning from teachers. null: `teachers` must be empty."""
 
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
@@ -114,7 +118,8 @@ class AlgorithmConfig(Section):
         """Returns whether the tokens of one response may have different advantages."""
         advantage = self.advantage
         discounted = isinstance(advantage, ReinforcePlusPlusConfig) and (advantage.discount < 1 or self.kl_in_reward)
-        return advantage.by_token or discounted or self.credit.by_turn
+        taught = self.distillation is not None and not self.distillation.objective.in_loss
+        return advantage.by_token or discounted or taught or self.credit.by_turn
 
     @property
     def skips_groups(self) -> bool:
@@ -135,7 +140,6 @@ class AlgorithmConfig(Section):
         "critic_without_gae": lambda a: a.critic is not None and a.advantage.name != "gae",
         "turns_that_are_not_compared": lambda a: a.credit.by_turn and not a.advantage.compares_turns,
         "penalty_on_turns": lambda a: a.credit.by_turn and a.kl_in_reward,
-        "reference_without_penalty": lambda a: a.reference.update_every_steps is not None and a.kl.coefficient == 0,
         "gdpo_penalty_in_reward": lambda a: a.advantage.name == "gdpo" and a.kl_in_reward,
         "kl_cov_of_one_step": lambda a: a.loss.name == "kl_cov" and a.minibatches * a.epochs == 1,
         "dppo_of_one_step": lambda a: (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,17 +14,64 @@ from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.recipe.schema.algorithm import AlgorithmConfig
 from megagrpo.recipe.schema.data import DataConfig, overlaps
 from megagrpo.recipe.schema.eval import EvalConfig, unknown_metric
-from megagrpo.recipe.schema.reward import RewardConfig, RewardFunctionConfig
+from megagrpo.recipe.schema.reward import ClassifierConfig, RewardConfig, RewardFunctionConfig, ServedModelConfig
 from megagrpo.recipe.schema.rollout import RolloutConfig
 from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, ModelConfig, Pause, TrackConfig, WeightsConfig
 from megagrpo.recipe.schema.schedule import AsyncConfig, OneStepOffConfig, ScheduleConfig, SyncConfig
+from megagrpo.recipe.schema.teachers import ReferenceTeacherConfig, ServedTeacherConfig, TeacherConfig
 from megagrpo.recipe.schema.train import TRAINING_RULES, TrainConfig, too_long
 from megagrpo.section import Rules, Section, Seed
 
+TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 
 FLOAT8_GPUS = ("H100", "H100-PCIe", "H100-NVL", "H200", "H20", "H800", "L40S", "L4", "RTX-4090", "RTX-6000-Ada")
 """GPUs on which SGLang keeps float8 blocks as they are sent: Marlin packs them before Ada, DeepGEMM on Blackwell."""
+
+
+def _unknown_teachers(recipe: Recipe) -> Iterator[dict[str, object]]:
+    distillation = recipe.algorithm.distillation
+    for source, name in distillation.by_source.items() if distillation else ():
+        if name is not None and name not in recipe.teachers:
+            yield {"source": source, "name": name, "known": ", ".join(recipe.teachers) or "(none)"}
+
+
+def _unused_teachers(recipe: Recipe) -> Iterator[dict[str, object]]:
+    distillation = recipe.algorithm.distillation
+    if distillation and distillation.by_source and distillation.column is None:
+        for name in recipe.teachers.keys() - set(distillation.by_source.values()):
+            yield {"name": name}
+
+
+def _asked_teachers(recipe: Recipe) -> Iterator[dict[str, object]]:
+    """Yields the teachers that answer requests, if the recipe has distillation."""
+    distillation = recipe.algorithm.distillation
+    for name, teacher in recipe.teachers.items() if distillation else ():
+        if not teacher.on_ranks and distillation:
+            yield {"name": name, "teacher": teacher, "objective": distillation.objective}
+
+
+TEACHER_RULES: Rules[Recipe] = {
+    "distillation_without_teachers": lambda r: r.algorithm.distillation is not None and not r.teachers,
+    "teachers_without_distillation": lambda r: r.teachers and r.algorithm.distillation is None,
+    "teachers_of_no_row": lambda r: (
+        (distillation := r.algorithm.distillation) is not None
+        and len(r.teachers) > 1
+        and not distillation.by_source
+        and distillation.column is None
+    ),
+    "teacher_of_a_source": _unknown_teachers,
+    "teacher_of_no_source": _unused_teachers,
+    "objective_on_ranks": lambda r: (at for at in _asked_teachers(r) if at["objective"].on_ranks),  # type: ignore[attr-defined]
+    "temperature_of_asked_teachers": lambda r: (at for at in _asked_teachers(r) if r.rollout.temperature != 1),
+    "kept_sets_of_asked_teachers": lambda r: (
+        at | {"field": field}
+        for at in _asked_teachers(r)
+        for field in r.rollout.narrowing
+        if at["objective"].name == "sampled_token"  # type: ignore[attr-defined]
+    ),
+    "turns_of_teachers_on_ranks": lambda r: r.ranks_advise and r.algorithm.credit.by_turn,
+}
 
 
 class Recipe(Section):
@@ -52,7 +99,10 @@ class Recipe(Section):
     """Program that asks the policy in several turns: tools, a program of your own, or an environment. See
     docs/agents.md. null: each prompt is answered once."""
 
-    reward: RewardConfig
+    reward: RewardConfig = RewardConfig()
+    teachers: dict[TeacherName, TeacherConfig] = {}
+    """Models from which the policy learns, by name: algorithm.distillation says how. See docs/distillation.md."""
+
     algorithm: AlgorithmConfig = AlgorithmConfig()
     schedule: ScheduleConfig = SyncConfig(kind="sync")
     """Order of sampling and training: sync, one_step_off, async, or settings of one. See docs/schedules.md."""
@@ -148,6 +198,42 @@ class Recipe(Section):
         return self.reward.lists() | {
             f"eval.sets.{name}.functions": held_out.functions for name, held_out in self.eval.sets.items()
         }
+
+    @property
+    def models_beside(self) -> dict[str, ClassifierConfig | ServedModelConfig]:
+        """Returns the models on devices of their own, beside ranks and engines, by their paths in the recipe."""
+        rewards = {f"reward.models.{name}": model for name, model in self.reward.models.items()}
+        served = {name: teacher for name, teacher in self.teachers.items() if isinstance(teacher, ServedTeacherConfig)}
+        return rewards | {f"teachers.{name}": teacher for name, teacher in served.items()}
+
+    @property
+    def teachers_on_ranks(self) -> dict[str, TeacherConfig]:
+        """Returns the teachers whose weights are on the training ranks, by name."""
+        return {name: teacher for name, teacher in self.teachers.items() if teacher.on_ranks}
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Returns whether the ranks keep a reference policy, for the KL penalty or as a teacher."""
+        is_teacher = any(isinstance(teacher, ReferenceTeacherConfig) for teacher in self.teachers.values())
+        return self.algorithm.kl.coefficient > 0 or is_teacher
+
+    @property
+    def ranks_advise(self) -> bool:
+        """Returns whether advantages depend on logprobs of teachers on the ranks."""
+        distillation = self.algorithm.distillation
+        return distillation is not None and not distillation.objective.in_loss and bool(self.teachers_on_ranks)
+
+    @property
+    def reads_batch(self) -> bool:
+        """Returns whether advantages depend on results of the ranks."""
+        return self.algorithm.reads_batch or self.ranks_advise
+
+    def teacher_of(self, data_source: str, extra_info: Mapping[str, Any]) -> str | None:
+        """Returns the name of a row's teacher, None without one. Raises ValueError for a name that is no text."""
+        distillation = self.algorithm.distillation
+        if distillation is None:
+            return None
+        return distillation.teacher_of(data_source, extra_info, next(iter(self.teachers)))
 
     # --- values of the rules' problems --------------------------------------------------------------------------------
 
@@ -263,7 +349,18 @@ class Recipe(Section):
         ),
         "replayable_agent": lambda r: r.agent and r.deterministic == "replayable",
         "credit_without_agent": lambda r: r.algorithm.credit.by_turn and r.agent is None,
-        "groups_of_one_sample": lambda r: r.rollout.samples_per_prompt < 2 and r.algorithm.advantage.by_group,
+        "no_reward": lambda r: not r.reward.scores and r.algorithm.distillation is None,
+        "sets_without_reward": lambda r: (
+            {"name": name} for name, held_out in r.eval.sets.items() if not r.reward.scores and not held_out.functions
+        ),
+        "groups_of_one_sample": lambda r: (
+            r.rollout.samples_per_prompt < 2 and r.algorithm.advantage.by_group and r.reward.scores
+        ),
+        "dynamic_sampling_without_reward": lambda r: r.rollout.dynamic_sampling and not r.reward.scores,
+        **TEACHER_RULES,
+        "reference_without_penalty": lambda r: (
+            r.algorithm.reference.update_every_steps is not None and not r.keeps_reference
+        ),
         "dynamic_sampling_without_groups": lambda r: r.rollout.dynamic_sampling and not r.algorithm.advantage.by_group,
         "gdpo_by_source": lambda r: r.algorithm.advantage.name == "gdpo" and bool(r.reward.by_source),
         "gdpo_of_one_function": lambda r: (
@@ -288,6 +385,7 @@ class Recipe(Section):
         "logprob_tokens_without_passes": lambda r: (
             r.train.logprob_tokens_per_microbatch is not None
             and not (r.algorithm.computes_old_logprobs or r.algorithm.kl.coefficient or r.algorithm.critic)
+            and not r.teachers_on_ranks
         ),
         **TRAINING_RULES,
         "offload_without_engines_beside": lambda r: (
@@ -295,7 +393,7 @@ class Recipe(Section):
             and (parts := [part for part in r.train.offload if part != "reference"])
             and {"for_engines": parts}
         ),
-        "offload_of_no_reference": lambda r: "reference" in r.train.offload and r.algorithm.kl.coefficient == 0,
+        "offload_of_no_reference": lambda r: "reference" in r.train.offload and not r.keeps_reference,
         "offload_of_no_critic": lambda r: "critic" in r.train.offload and r.algorithm.critic is None,
         "metric_without_sets": lambda r: (
             {"field": f, "metric": m} for f, m in r.metrics_asked.items() if not r.eval.sets
@@ -317,8 +415,8 @@ class Recipe(Section):
             ]
         ),
         "model_larger_than_a_node": lambda r: (
-            {"name": name, "devices": model.devices}
-            for name, model in r.reward.models.items()
+            {"path": path, "devices": model.devices}
+            for path, model in r.models_beside.items()
             if model.devices > r.cluster.gpus_per_node
         ),
         "devices_of_colocated_engines": lambda r: (

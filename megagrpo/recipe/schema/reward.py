@@ -84,11 +84,8 @@ class ClassifierConfig(Section):
         return 0 if self.device == "cpu" else 1
 
 
-class GenerativeConfig(Section):
-    """A model that writes verdicts, for judge, judge_pairs and judge_ranking: a server that the run starts."""
-
-    kind: Literal["generative"] = "generative"
-    """generative: a server, asked by judge and its like."""
+class ServedModelConfig(Section):
+    """A model on a server that the run starts, on devices of its own."""
 
     engine: JudgesEngine = "sglang"
     """Engine of the server."""
@@ -103,10 +100,7 @@ class GenerativeConfig(Section):
     """Type of weights and activations. auto: bfloat16 on GPUs, float32 on CPUs."""
 
     requests_at_once: Count = 64
-    """Answers that it decodes in one batch."""
-
-    tokens_max: Tokens = 8192
-    """Longest question with its answer."""
+    """Requests that it computes in one batch."""
 
     sglang: SglangConfig = SglangConfig()
     """An interpreter with SGLang, and any server argument."""
@@ -119,9 +113,19 @@ class GenerativeConfig(Section):
         """Returns the settings of its server."""
         return getattr(self, str(ENGINES[self.engine].settings))  # type: ignore[no-any-return]
 
-    RULES: ClassVar[Rules[GenerativeConfig]] = {
+    RULES: ClassVar[Rules[ServedModelConfig]] = {
         "settings_of_another_engine": lambda model: settings_of_others(model, ENGINES[model.engine]),
     }
+
+
+class GenerativeConfig(ServedModelConfig):
+    """A model that writes verdicts, for judge, judge_pairs and judge_ranking."""
+
+    kind: Literal["generative"] = "generative"
+    """generative: a server, asked by judge and its like."""
+
+    tokens_max: Tokens = 8192
+    """Longest question with its answer."""
 
 
 RewardModelConfig = Annotated[ClassifierConfig | GenerativeConfig, ByName("kind")]
@@ -135,7 +139,8 @@ class RewardConfig(Section):
 
     by_source: dict[str, Annotated[list[RewardFunctionConfig], Field(min_length=1)]] = {}
     """Functions by a row's data_source: a name, or a pattern such as math*. A name comes before patterns, which are
-    tried in the order written. Without `functions`, a row that no entry is for is an error before the run starts."""
+    tried in the order written. Without `functions`, a row that no entry is for is an error before the run starts. A run
+    that learns from teachers alone has neither."""
 
     models: dict[str, RewardModelConfig] = {}
     """Models that the run starts, by the names under which functions ask them: `model: NAME`."""
@@ -170,6 +175,11 @@ class RewardConfig(Section):
     truncated: Literal["score", "mask"] = "score"
     """Responses that reached the token limit. mask: they are neither trained on nor in their group's statistics."""
 
+    @property
+    def scores(self) -> bool:
+        """Returns whether there are functions at all. If not, teachers alone teach, and every score is 0."""
+        return bool(self.functions or self.by_source)
+
     def lists(self) -> dict[str, list[RewardFunctionConfig]]:
         """Returns every list of functions, by the field that holds it."""
         named = {f"reward.by_source.{source}": functions for source, functions in self.by_source.items()}
@@ -186,7 +196,7 @@ class RewardConfig(Section):
 
     def source_problem(self, data_source: str, where: str) -> Problem | None:
         """Returns a problem if no function scores the row at `where`."""
-        if self.list_of(data_source) is not None:
+        if not self.scores or self.list_of(data_source) is not None:
             return None
         needed = f"one that reward.by_source has functions for: {', '.join(self.by_source)}"
         fix = f"add `{data_source}` or a pattern to reward.by_source, or reward.functions for all other rows"
@@ -199,7 +209,6 @@ class RewardConfig(Section):
                 yield {"list": field.removeprefix("reward.")}
 
     RULES: ClassVar[Rules[RewardConfig]] = {
-        "no_reward": lambda reward: not reward.functions and not reward.by_source,
         "weights_of_zero": lambda reward: reward._lists(lambda entry: entry.weight == 0),
         "no_function_always_counts": lambda reward: reward._lists(lambda entry: entry.counts == "when_others_score"),
         "score_of_masked_responses": lambda reward: reward.non_stop_score is not None and reward.truncated == "mask",

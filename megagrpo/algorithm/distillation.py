@@ -1,0 +1,125 @@
+"""The teachers' part of the objective: which teacher a row has, and how far the policy is from it."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from megagrpo.section import ByName, Fraction, NonNegativeFloat, PositiveFloat, Rules, Section
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
+TOP_K_MAX = 256
+TopK = Annotated[int, Field(ge=1, le=TOP_K_MAX)]
+
+
+class SampledTokenConfig(Section):
+    """weight x (log q - log p) of each sampled token, added to its advantage: reverse KL by token, as a reward.
+
+    p: the policy's probability when it was sampled; q: the teacher's. MiniLLM, arXiv:2306.08543, without its sum over
+    later tokens. Takes one number of each token from the teacher.
+    """
+
+    name: Literal["sampled_token"] = "sampled_token"
+
+    in_loss: ClassVar[bool] = False
+    on_ranks: ClassVar[bool] = False
+
+
+class _DivergenceConfig(Section):
+    """A divergence of two distributions at each token, added to the loss with its gradient."""
+
+    in_loss: ClassVar[bool] = True
+    on_ranks: ClassVar[bool]
+
+    divergence: Divergence = "reverse_kl"
+    """reverse_kl: KL(policy || teacher); forward_kl: KL(teacher || policy); jsd: beta KL(teacher || m) +
+    (1 - beta) KL(policy || m), of their mixture m = beta teacher + (1 - beta) policy (GKD, arXiv:2306.13649)."""
+
+    beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """The teacher's share of the mixture, for jsd."""
+
+    RULES: ClassVar[Rules[_DivergenceConfig]] = {
+        "beta_without_mixture": lambda objective: objective.given("beta") and objective.divergence != "jsd"
+    }
+
+
+class TeacherTopKConfig(_DivergenceConfig):
+    """The divergence over the teacher's k most likely ids and all others as one event."""
+
+    on_ranks: ClassVar[bool] = False
+
+    name: Literal["teacher_top_k"] = "teacher_top_k"
+
+    k: TopK = 32
+    """Ids of each token."""
+
+
+class StudentTopKConfig(_DivergenceConfig):
+    """The divergence over the policy's k most likely ids and all others as one event. For teachers on the ranks."""
+
+    on_ranks: ClassVar[bool] = True
+
+    name: Literal["student_top_k"] = "student_top_k"
+
+    k: TopK = 32
+    """Ids of each token."""
+
+
+class FullVocabularyConfig(_DivergenceConfig):
+    """The divergence over the whole vocabulary. For teachers on the ranks."""
+
+    on_ranks: ClassVar[bool] = True
+
+    name: Literal["full_vocabulary"] = "full_vocabulary"
+
+    temperature: PositiveFloat | None = None
+    """Divides the logits of both. null: rollout.temperature."""
+
+
+ObjectiveConfig = Annotated[
+    SampledTokenConfig | TeacherTopKConfig | StudentTopKConfig | FullVocabularyConfig, ByName(default="sampled_token")
+]
+
+
+class DistillationConfig(Section):
+    """Learning from `teachers`: alone, or beside rewards."""
+
+    objective: ObjectiveConfig = SampledTokenConfig()
+    """Method by which the policy approaches its teacher. docs/distillation.md says when to use which."""
+
+    weight: NonNegativeFloat = 1.0
+    """Weight of the teachers' part beside that of the rewards."""
+
+    by_source: dict[str, str | None] = {}
+    """Teachers by a row's data_source: a name, or a pattern such as math*. A name comes before patterns, which are
+    tried in the order written. null, or no entry: such rows have no teacher. Without `by_source` and `column` all rows
+    have the only teacher."""
+
+    column: str | None = None
+    """Column of the data, one of extra_info's, with the name of a row's teacher. A row without it has the one that
+    by_source says."""
+
+    failed_share_max: Fraction = 0.5
+    """The run ends if teachers fail on a larger share of a step's responses. A response on which its teacher failed is
+    masked and counted."""
+
+    def teacher_of(self, data_source: str, extra_info: Mapping[str, Any], only: str | None) -> str | None:
+        """Returns the name of a row's teacher, None without one. only: the name of the only teacher, if there is one.
+        Raises ValueError if the row's column has something else than a text."""
+        named = extra_info.get(self.column) if self.column is not None else None
+        if named is not None:
+            if not isinstance(named, str):
+                raise ValueError(f"{self.column}: {named!r}, not the name of a teacher")
+            return named or None
+        if data_source in self.by_source:
+            return self.by_source[data_source]
+        for pattern, name in self.by_source.items():
+            if fnmatchcase(data_source, pattern):
+                return name
+        return None if self.by_source or self.column else only
