@@ -40,7 +40,7 @@ from megagrpo.errors import PreflightError, Problem, RunStopped
 from megagrpo.evaluation.evaluated_model import EvaluatedModel, evaluated_model, model_identity
 from megagrpo.evaluation.metrics import Comparison, Difference, compare, evaluation_metrics, prompts_of_both
 from megagrpo.evaluation.responses import Response, ResponseLog, responses_of, write_json
-from megagrpo.preflight.model import reward_model_directories
+from megagrpo.preflight.model import directories_beside
 from megagrpo.preflight.preflight import Preflight, check_model, check_sets
 from megagrpo.progress import progress
 from megagrpo.recipe.defaults import own_rewards, plan_engines, run_directory, with_absolute_directories
@@ -96,7 +96,7 @@ def evaluate(
     """
     loaded = load(recipe_file, overrides)
     check_sets(loaded)
-    recipe = loaded.recipe
+    recipe = loaded.recipe.without_teachers()
     console = make_console(console_mode or recipe.track.console)
     output = output or run_directory(recipe) / "eval"
     subjects = [evaluated_model(model, recipe, api_key_variable) for model in models]
@@ -186,7 +186,8 @@ def _sample(recipe: Recipe, directory: Path, orders: Orders, log: ResponseLog, s
             ray = runtime.start(placed, stopping.check, devices_of=plan_engines)
         closing.callback(runtime.stop, ray)
         with stopping.giving_up():
-            judging = RewardModels(ray, placed, {name: path.absolute() for name, path in checked.reward_models.items()})
+            of_rewards = {name: checked.models_beside[f"reward.models.{name}"] for name in placed.reward.models}
+            judging = RewardModels(ray, placed, {name: path.absolute() for name, path in of_rewards.items()})
             closing.callback(judging.close)
             rollouts = _started(ray, placed, checked, closing, say)
             scorers = _scorers(ray, placed, judging, orders, closing, stopping, say)
@@ -211,7 +212,7 @@ def _sample(recipe: Recipe, directory: Path, orders: Orders, log: ResponseLog, s
 def _started(ray: Runtime, placed: Recipe, checked: Preflight[Recipe], closing: ExitStack, say: Say) -> Rollouts:
     """Starts engines that sample from the model's own weights."""
     model, tokenizer = checked.model_directory, checked.tokenizer_directory
-    check_files(ray, placed, read=(model, tokenizer, *checked.reward_models.values()))
+    check_files(ray, placed, read=(model, tokenizer, *checked.models_beside.values()))
     where = ", ".join(placed.rollout.urls) or f"{placed.rollout.engines} engines ({placed.rollout.engine}) with {model}"
     say(f"starting {where}")
     rollouts = Rollouts(EngineActors(ray, placed, model, tokenizer, keeps_weights=True))
@@ -275,8 +276,8 @@ def _settings(recipe: Recipe, subject: EvaluatedModel, prompts: Mapping[str, Seq
         **agent,
         "reward": recipe.reward.model_dump(mode="json", exclude={"workers"}),
         "reward_models": {
-            name: model_identity(recipe.reward.models[name].path, directory)
-            for name, directory in reward_model_directories(recipe, plan_only=False).items()
+            where.removeprefix("reward.models."): model_identity(recipe.models_beside[where].path, directory)
+            for where, directory in directories_beside(recipe, plan_only=False).items()
         },
         "files": {file: _digest([Path(file).read_bytes()]) for file in sorted(_own_files(recipe))},
         "sets": sets,

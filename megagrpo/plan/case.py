@@ -89,7 +89,7 @@ class MappedDevice:
     rank: RankCoordinates | None
     engines: tuple[int, ...]
     engine_rank: int | None  # rank in these engines; None without engines
-    reward_model: str | None = None  # its name in reward.models; None on other devices
+    model: str | None = None  # its path in the recipe, such as reward.models.NAME; None on other devices
 
     @property
     def stage(self) -> int:
@@ -149,9 +149,9 @@ class Case:
         return self.recipe
 
     @property
-    def reward_models(self) -> tuple[str, ...]:
-        """Returns the names in reward.models."""
-        return tuple(self.recipe.reward.models) if isinstance(self.recipe, Recipe) else ()
+    def models_beside(self) -> tuple[str, ...]:
+        """Returns the paths of models with devices of their own in the recipe: reward.models.NAME, teachers.NAME."""
+        return tuple(self.recipe.models_beside) if isinstance(self.recipe, Recipe) else ()
 
     @property
     def speeds(self) -> Machines:
@@ -224,8 +224,8 @@ class Case:
             for position, bundle in enumerate(bundles):
                 engines.setdefault(bundle, []).append(engine)
                 engine_rank[bundle] = position
-        of_models = zip(self.reward_models, plan.bundles_of_model, strict=True)
-        models = {at: name for name, bundles in of_models for at in bundles}
+        of_models = zip(self.models_beside, plan.bundles_of_model, strict=True)
+        models = {at: where for where, bundles in of_models for at in bundles}
         devices = []
         for at in range(plan.bundles):
             of_engines = tuple(engines.get(at, ())), engine_rank.get(at)

@@ -130,13 +130,13 @@ def memory(case: Case) -> Iterator[DeviceMemory]:
         if names:
             phases = (PhaseMemory(phase, tuple(held)) for phase, held in parts.items())
             yield DeviceMemory(", ".join(names), devices, tuple(phases))
-    # Devices of reward.models without working memory, which the models fit to what is free.
-    for name, devices in zip(case.reward_models, planned.bundles_of_model, strict=True):
-        weights = reward_model_bytes(case.grpo, name, case.device)
+    # Devices of other models without working memory, which these fit to what is free.
+    for where, devices in zip(case.models_beside, planned.bundles_of_model, strict=True):
+        weights = bytes_beside(case.grpo, where, case.device)
         if devices and weights is not None:
             context = (Part("context", CONTEXT_BYTES),) if case.device == "cuda" else ()
-            held = (Part("weights", weights, (f"reward.models.{name}.dtype",)), *context)
-            yield DeviceMemory(f"reward model {name}", devices, tuple(PhaseMemory(at, held) for at in PHASES))
+            held = (Part("weights", weights, (f"{where}.dtype",)), *context)
+            yield DeviceMemory(where, devices, tuple(PhaseMemory(at, held) for at in PHASES))
 
 
 @lru_cache(maxsize=256)
@@ -468,9 +468,9 @@ def _engine_parts(case: Case, held: EngineMemory, phase: str, count: int, beside
         yield Part("engine sync buckets", count * buckets, ("weights.bucket_bytes",))
 
 
-def reward_model_bytes(recipe: Recipe, name: str, device: str) -> int | None:
-    """Returns the weight bytes of a reward model on each of its devices; None if its files are not on this machine."""
-    config = recipe.reward.models[name]
+def bytes_beside(recipe: Recipe, where: str, device: str) -> int | None:
+    """Returns the weight bytes of one of models_beside on each of its devices; None if its files are not here."""
+    config = recipe.models_beside[where]
     parameters = stored_parameters(config.path)
     if parameters is None:
         return None

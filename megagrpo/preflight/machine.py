@@ -25,7 +25,8 @@ from megagrpo.recipe.defaults import (
 )
 from megagrpo.recipe.kernels import LayerSpec, auto_problems
 from megagrpo.recipe.model_rules import divisors, either
-from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, GenerativeConfig, Recipe
+from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, Recipe
+from megagrpo.recipe.schema.reward import ServedModelConfig
 from megagrpo.recipe.schema.rollout import RolloutConfig
 from megagrpo.recipe.schema.train import COMPILED
 from megagrpo.section import Rules, broken, problem
@@ -126,14 +127,13 @@ def megatron_problems(recipe: AnyRecipe, architecture: Architecture | None, plan
 
 
 def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only: bool) -> Iterator[Problem]:
-    """Yields problems of settings of engines and of generative reward models, of the API key of servers, and of splits
-    that cannot hold the model."""
+    """Yields problems of settings of engines and of models on servers beside them, of the API key of servers, and of
+    splits that cannot hold the model."""
     rollout, kind = recipe.rollout, recipe.rollout.kind
     yield from kind.problems(rollout, "rollout", "engine", plan_only=plan_only)
-    for name, model in recipe.reward.models.items():
-        if isinstance(model, GenerativeConfig):
-            of_engine = model.settings.engine_kind.problems
-            yield from of_engine(model, f"reward.models.{name}", "engine", plan_only=plan_only)
+    for where, model in recipe.models_beside.items():
+        if isinstance(model, ServedModelConfig):
+            yield from model.settings.engine_kind.problems(model, where, "engine", plan_only=plan_only)
     variable = rollout.api_key_variable
     if variable is not None and not plan_only and not os.environ.get(variable):
         yield problem("key_of_servers", variable=variable)

@@ -17,7 +17,7 @@ from megagrpo.errors import MegagrpoError, ModelError, PreflightError, Problem, 
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.model_rules import critic_problems
 from megagrpo.recipe.problems import nearest
-from megagrpo.recipe.schema import AnyRecipe, ClassifierConfig, Recipe
+from megagrpo.recipe.schema import AnyRecipe, ClassifierConfig, GenerativeConfig, Recipe
 from megagrpo.section import problem
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture, critic_of
@@ -337,24 +337,26 @@ def _rendering(question: str) -> str:
     return str(json.loads(done.stdout)) if done.stdout else ""
 
 
-# --- reward.models --------------------------------------------------------------------------------------------------
+# --- models on devices of their own ---------------------------------------------------------------------------------
 
 
-def reward_model_directories(recipe: Recipe, plan_only: bool) -> dict[str, Path]:
-    """Returns the directories of reward.models on this machine, by name. A plan skips those of the hub.
+def directories_beside(recipe: Recipe, plan_only: bool) -> dict[str, Path]:
+    """Returns the directories of models_beside on this machine, by their paths in the recipe. A plan skips those of the
+    hub.
 
     Raises PreflightError with all their problems, ModelError if the hub does not have one.
     """
     patterns = (*CONFIG_FILES, *TOKENIZER_FILES, "*.safetensors")
     directories = {
-        name: local_directory(model.path, None, patterns, f"reward.models.{name}.path")
-        for name, model in recipe.reward.models.items()
+        where: local_directory(model.path, None, patterns, f"{where}.path")
+        for where, model in recipe.models_beside.items()
         if not plan_only or Path(model.path).is_dir()
     }
     problems: list[Problem] = []
-    for name, directory in directories.items():
+    for where, directory in directories.items():
         try:
-            for fault in _reward_model_problems(recipe, name, directory):
+            weight_files(directory)
+            for fault in _reward_model_problems(recipe, where, directory):
                 problems.append(fault)  # also the problems found before an exception
         except ModelError as error:
             problems += error.problems
@@ -363,12 +365,13 @@ def reward_model_directories(recipe: Recipe, plan_only: bool) -> dict[str, Path]
     return directories
 
 
-def _reward_model_problems(recipe: Recipe, name: str, directory: Path) -> Iterator[Problem]:
+def _reward_model_problems(recipe: Recipe, where: str, directory: Path) -> Iterator[Problem]:
     """Yields a reward model's problems: its kind, its chat template, and functions that name no label of it, or none of
-    several. Raises ModelError."""
-    config, where = recipe.reward.models[name], f"reward.models.{name}"
+    several. None of a teacher. Raises ModelError."""
+    config = recipe.models_beside[where]
+    if not isinstance(config, ClassifierConfig | GenerativeConfig):
+        return
     read = read_json(directory / "config.json")
-    weight_files(directory)
     architectures = [str(architecture) for architecture in read.get("architectures") or ()]
     has_head = any(architecture.endswith(HEAD) for architecture in architectures)
     if architectures and has_head != (config.kind == "classifier"):
@@ -385,8 +388,9 @@ def _reward_model_problems(recipe: Recipe, name: str, directory: Path) -> Iterat
     labels = [str(label) for label in named.values()] if isinstance(named, dict) else ["LABEL_0", "LABEL_1"]
     for field, entries in recipe.reward.lists().items():
         for index, entry in enumerate(entries):
+            asked = f"reward.models.{entry.arguments.get('model')}"
             label = entry.arguments.get("label")
             known = (label is None and len(labels) == 1) or label in labels or label in range(len(labels))
-            if entry.function == "reward_model" and entry.arguments.get("model") == name and not known:
+            if entry.function == "reward_model" and asked == where and not known:
                 place = {"list": field, "index": index, "label": label, "last": labels[-1]}
                 yield problem("label_of_a_reward_model", labels=labels, **place)

@@ -20,8 +20,8 @@ from megagrpo.preflight.data_check import absent_data, data_problems, sources_of
 from megagrpo.preflight.model import (
     attempt,
     critic_directory,
+    directories_beside,
     model_directory,
-    reward_model_directories,
     template_file_problems,
     template_problems,
     tokenizer_directory,
@@ -55,7 +55,7 @@ class Preflight(Generic[Kind]):
     critic_directory: Path | None = None  # None: no critic, or one that starts from the model
     unchecked: tuple[str, ...] = ()  # parts that are not on this machine, or not loaded
     epoch_rows: int | None = None  # rows of data.train, with over-long ones; None unless a plan counts them
-    reward_models: Mapping[str, Path] = field(default_factory=dict)  # directories of reward.models, by name
+    models_beside: Mapping[str, Path] = field(default_factory=dict)  # directories of recipe.models_beside
     found: Mapping[str, str] = field(default_factory=dict)  # lines for a plan, by name
     console: ConsoleMode | None = None  # the command's choice; None: the recipe's
 
@@ -75,7 +75,7 @@ class Checking:
     templates: Path | None = None  # the tokenizer, if its chat template can be asked
     absent: Sequence[str] = ()  # data that may be on the cluster
     critic: Path | None = None
-    reward_models: Mapping[str, Path] = field(default_factory=dict)
+    models_beside: Mapping[str, Path] = field(default_factory=dict)
     found: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
@@ -138,17 +138,17 @@ class Checking:
         self.found |= agent.lines
         return agent.problems
 
-    def find_reward_models(self) -> None:
-        self.reward_models = reward_model_directories(self.recipe, self.plan_only)
-        elsewhere = [name for name in self.recipe.reward.models if name not in self.reward_models]
-        self.unchecked += [f"reward.models.{name}: no such directory on this machine" for name in elsewhere]
+    def find_models_beside(self) -> None:
+        self.models_beside = directories_beside(self.recipe, self.plan_only)
+        elsewhere = [where for where in self.recipe.models_beside if where not in self.models_beside]
+        self.unchecked += [f"{where}: no such directory on this machine" for where in elsewhere]
 
     def result(self, epoch_rows: int | None = None) -> Preflight[Any]:
         """Returns what was found. Raises PreflightError if there are problems."""
         if self.problems or not (self.model and self.architecture and self.tokenizer):
             raise PreflightError(self.problems)
         checked = self.recipe, self.architecture, self.model, self.tokenizer, self.critic
-        return Preflight(*checked, tuple(self.unchecked), epoch_rows, self.reward_models, self.found)
+        return Preflight(*checked, tuple(self.unchecked), epoch_rows, self.models_beside, self.found)
 
 
 Check = tuple[Callable[[Checking], object], Callable[[Checking], Iterable[Problem] | None]]
@@ -213,7 +213,7 @@ CHECKS: Mapping[str, Check] = {
     "critic": (lambda c: c.grpo, Checking.find_critic),
     "sandboxes of this machine": (lambda c: c.grpo and c.plan_only, Checking.find_sandboxes),
     "agent": (lambda c: c.grpo, Checking.find_agent),
-    "reward models": (lambda c: c.grpo, Checking.find_reward_models),
+    "models beside": (lambda c: c.grpo, Checking.find_models_beside),
     "sizes": (lambda c: c.architecture, lambda c: model_problems(c.recipe, c.architecture)),
     "model class": (lambda c: c.has_files and c.samples, lambda c: c.recipe.rollout.kind.model_problems(c.model)),
     "metrics": (lambda c: c.grpo, lambda c: _metric_problems(c.recipe)),
@@ -296,7 +296,7 @@ def check_sets(loaded: LoadedRecipe[Recipe]) -> None:
 def check_model(recipe: Recipe) -> Preflight[Recipe]:
     """Checks the model at model.path, its tokenizer, engines, reward models and their devices. If others run the
     servers, the weight files are not checked. Raises PreflightError with every problem found."""
-    names = ("model", "tokenizer", "agent", "model class", "reward models", "engines")
+    names = ("model", "tokenizer", "agent", "model class", "models beside", "engines")
     checking = Checking(recipe, weights_too=recipe.rollout.kind.started_by_us)
     checking.run({name: CHECKS[name] for name in names} | EVALUATION_CHECKS)
     ready = checking.result()

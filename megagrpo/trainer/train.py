@@ -76,7 +76,7 @@ def start_training(
     source of the recipe's schedule."""
     checked, recipe, say = setup.checked, setup.recipe, setup.tracker.say
     model, critic, tokenizer = *model_and_critic(checked), checked.tokenizer_directory.absolute()
-    of_rewards = {name: directory.absolute() for name, directory in checked.reward_models.items()}
+    of_rewards = {name: checked.models_beside[f"reward.models.{name}"].absolute() for name in recipe.reward.models}
     check_files(ray, recipe, read=(model, tokenizer, critic, *of_rewards.values()))
     placed = with_transport(with_absolute_directories(recipe), ray)
     engines, ranks = recipe.rollout.engines, recipe.train.layout.parallel().ranks

@@ -13,9 +13,9 @@ from safetensors.numpy import load_file
 
 from megagrpo.cluster.classifier import Classifier, batches_of
 from megagrpo.errors import MegagrpoError, ModelError, PreflightError, RewardError
-from megagrpo.plan.memory import reward_model_bytes
+from megagrpo.plan.memory import bytes_beside
 from megagrpo.preflight.machine import engine_problems
-from megagrpo.preflight.model import reward_model_directories
+from megagrpo.preflight.model import directories_beside
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.schema import ClassifierConfig, Recipe
 from megagrpo.reward.scorer import Scorer
@@ -267,16 +267,16 @@ def test_a_judges_server_may_be_of_either_engine_and_has_the_settings_of_its_own
 def test_a_plan_counts_the_weights_of_models_that_are_here(trained):
     recipe = recipe_of({"digits": {"kind": "classifier", "path": str(trained)}}, ask("reward_model", "digits"))
     held = sum(tensor.nbytes for tensor in load_file(trained / "model.safetensors").values())
-    assert reward_model_bytes(recipe, "digits", "cpu") == held
-    assert reward_model_bytes(recipe, "digits", "cuda") == held // 2
-    assert reward_model_bytes(recipe_of({"digits": CLASSIFIER}), "digits", "cpu") is None
+    assert bytes_beside(recipe, "reward.models.digits", "cpu") == held
+    assert bytes_beside(recipe, "reward.models.digits", "cuda") == held // 2
+    assert bytes_beside(recipe_of({"digits": CLASSIFIER}), "reward.models.digits", "cpu") is None
 
 
 def test_preflight_names_what_is_wrong_with_a_model(trained, untrained, tmp_path):
     def problems(path: Path | str, kind: str = "classifier", **arguments: object) -> list[str]:
         function = ask("reward_model" if kind == "classifier" else "judge", "m", **arguments)
         try:
-            reward_model_directories(recipe_of({"m": {"kind": kind, "path": str(path)}}, function), plan_only=False)
+            directories_beside(recipe_of({"m": {"kind": kind, "path": str(path)}}, function), plan_only=False)
         except MegagrpoError as error:
             return [problem.where for problem in error.problems]
         return []
@@ -295,4 +295,4 @@ def test_preflight_names_what_is_wrong_with_a_model(trained, untrained, tmp_path
     (bare / "model.safetensors").unlink()
     assert len(problems(bare)) == 1
     with pytest.raises(PreflightError):
-        reward_model_directories(recipe_of({"m": {"path": str(bare), "kind": "classifier"}}), plan_only=True)
+        directories_beside(recipe_of({"m": {"path": str(bare), "kind": "classifier"}}), plan_only=True)

@@ -84,7 +84,7 @@ def _devices(plan: Plan) -> Iterator[str]:
     for index, stage in enumerate(plan.stages):
         yield f'<i style="background:{stage_colour(index, len(plan.stages))}"></i> stage {index}: {stage.text}<br>'
     if any(mapped.rank is None for mapped in plan.device_map):
-        yield "<i></i> engines or reward models only"
+        yield "<i></i> engines or other models only"
     yield "</p>"
 
 

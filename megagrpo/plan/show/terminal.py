@@ -120,8 +120,8 @@ def _numbers(mapped: MappedDevice) -> dict[str, Sequence[int]]:
 def _held(stages: Sequence[Stage], row: Sequence[MappedDevice]) -> str:
     held = [stages[index] for index in sorted({mapped.stage for mapped in row if mapped.rank})]
     if not held:
-        models = dict.fromkeys(mapped.reward_model for mapped in row if mapped.reward_model)
-        return f"reward model {', '.join(models)}" if models else "engines only"
+        models = dict.fromkeys(mapped.model for mapped in row if mapped.model)
+        return ", ".join(models) or "engines only"
     chunks = tuple(chunk for stage in held for chunk in stage.chunks)
     return Stage(chunks, held[0].embedding, held[-1].head).text
 

@@ -217,6 +217,11 @@ class Recipe(Section):
         is_teacher = any(isinstance(teacher, ReferenceTeacherConfig) for teacher in self.teachers.values())
         return self.algorithm.kl.coefficient > 0 or is_teacher
 
+    def without_teachers(self) -> Recipe:
+        """Returns the recipe for evaluations, which start no teachers."""
+        algorithm = self.algorithm.model_copy(update={"distillation": None})
+        return self.model_copy(update={"teachers": {}, "algorithm": algorithm})
+
     @property
     def ranks_advise(self) -> bool:
         """Returns whether advantages depend on logprobs of teachers on the ranks."""
