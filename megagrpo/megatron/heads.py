@@ -127,9 +127,10 @@ def vocabulary_logprobs(
 
     Logits are x = scale hidden weight^T, or cap tanh(x / cap) (arXiv:2408.00118, section 2).
     hidden: [tokens, hidden], equal on all tensor ranks; positions: int64 [n], distinct rows of it; labels: int64 [n],
-    in the whole vocabulary; weight: [rows of this rank, hidden], float32 or bfloat16 as `hidden`. Returns two float32
-    [n], equal on all tensor ranks; the second is zeros unless `entropy`. With `kept_bits`, uint8 [n, bytes], both are
-    over each token's own ids: bit i % 8 of byte i // 8 says whether id i is kept, the last byte is for all behind.
+    or [n, k] for several of each, in the whole vocabulary; weight: [rows of this rank, hidden], float32 or bfloat16 as
+    `hidden`. Returns float32 as `labels` and [n], equal on all tensor ranks; the second is zeros unless `entropy`. With
+    `kept_bits`, uint8 [n, bytes], both are over each token's own ids: bit i % 8 of byte i // 8 says whether id i is
+    kept, the last byte is for all behind.
 
     Gradients flow from both to `hidden`, the part from this rank's rows (to be summed over tensor ranks), and to
     `weight` unless it is frozen. Products multiply in the dtype of `weight` and give float32, but for the gradient of
@@ -137,13 +138,19 @@ def vocabulary_logprobs(
     has one. The forward pass takes two all-reduces of [n], the backward pass none. Sums over the vocabulary follow
     arXiv:1805.02867.
     """
-    columns = chunk_columns or max(CHUNK_COLUMNS[hidden.device.type], CHUNK_ELEMENTS // max(len(positions), 1))
+    columns = chunk_columns or columns_at_once(len(positions), hidden.device)
     chosen: Tensor = Collect.apply(hidden, positions)
     cap = None if cap is None else cap / temperature
+    several = labels if labels.dim() == 2 else labels[:, None]
     logprobs, entropies = _VocabularyLogprobs.apply(
-        chosen, weight, labels, kept_bits, shard, scale / temperature, cap, entropy, columns
+        chosen, weight, several, kept_bits, shard, scale / temperature, cap, entropy, columns
     )
-    return logprobs, entropies
+    return logprobs.view(labels.shape), entropies
+
+
+def columns_at_once(tokens: int, device: torch.device) -> int:
+    """Returns how many columns of the logits of so many tokens exist at a time."""
+    return max(CHUNK_COLUMNS[device.type], CHUNK_ELEMENTS // max(tokens, 1))
 
 
 class _VocabularyLogprobs(torch.autograd.Function):
@@ -162,13 +169,14 @@ class _VocabularyLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows = shard.real_rows(len(weight))
         local = labels - shard.first
-        of_label, total, weighted = hidden.new_zeros(3, len(hidden), dtype=torch.float32)
+        of_label = torch.zeros_like(labels, dtype=torch.float32)
+        total, weighted = hidden.new_zeros(2, len(hidden), dtype=torch.float32)
         top = torch.full_like(total, torch.finfo(torch.float32).min)
-        sums = _compiled(_sums, hidden.is_cuda)
-        for part in _parts(rows, columns):
-            logits = _product(hidden, weight[part].t())
+        sums = compiled(_sums, hidden.is_cuda)
+        for part in vocabulary_parts(rows, columns):
+            logits = product(hidden, weight[part].t())
             in_part, column = _labels_in(part, local)
-            of_label += scaled(logits.gather(1, column)[:, 0], scale, cap).where(in_part, 0.0)
+            of_label += scaled(logits.gather(1, column), scale, cap).where(in_part, 0.0)
             higher, of_part, weighted_of_part = sums(logits, top, _dropped(bits, part, shard), scale, cap, entropy)
             del logits  # before the next ones are made
             _lower(total, weighted, top - higher)
@@ -181,11 +189,11 @@ class _VocabularyLogprobs(torch.autograd.Function):
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=shard.group)
             _lower(total, weighted, top - highest)
             top = highest
-            sums = torch.stack([of_label, total, weighted])
-            dist.all_reduce(sums, group=shard.group)
-            of_label, total, weighted = sums
+            together = torch.cat([of_label, total[:, None], weighted[:, None]], 1)
+            dist.all_reduce(together, group=shard.group)
+            of_label, total, weighted = together[:, :-2], together[:, -2], together[:, -1]
         log_total = total.log()
-        logprobs = of_label - top - log_total
+        logprobs = of_label - top[:, None] - log_total[:, None]
         entropies = log_total - weighted / total if entropy else torch.zeros_like(total)
         ctx.save_for_backward(hidden, weight, local, bits, top + log_total, entropies)
         ctx.constants = rows, shard, scale, cap, columns
@@ -200,17 +208,18 @@ class _VocabularyLogprobs(torch.autograd.Function):
         rows, shard, scale, cap, columns = ctx.constants
         hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        gradient_of = _compiled(_gradient, hidden.is_cuda)
+        gradient_of = compiled(_gradient, hidden.is_cuda)
         if logprob_grad is None:
-            logprob_grad = hidden.new_zeros(len(hidden), dtype=torch.float32)
-        for part in _parts(rows, columns):
+            logprob_grad = torch.zeros_like(local, dtype=torch.float32)
+        of_all_labels = logprob_grad.sum(1)
+        for part in vocabulary_parts(rows, columns):
             in_part, column = _labels_in(part, local)
             label_grad = logprob_grad.where(in_part, 0.0)
-            logits = _product(hidden, weight[part].t())
-            of_tokens = _dropped(bits, part, shard), normalizer, entropies, logprob_grad, entropy_grad, label_grad
+            logits = product(hidden, weight[part].t())
+            of_tokens = _dropped(bits, part, shard), normalizer, entropies, of_all_labels, entropy_grad, label_grad
             gradient = gradient_of(logits, *of_tokens, column, scale, cap, weight.dtype)
             del logits
-            hidden_grad += _product(gradient, weight[part])
+            hidden_grad += product(gradient, weight[part])
             if weight_grad is not None:
                 torch.mm(gradient.t(), hidden, out=weight_grad[part])
             del gradient
@@ -218,7 +227,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
 
 
 @cache
-def _compiled(function: Callable[..., Any], on_cuda: bool) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], on_cuda: bool) -> Callable[..., Any]:
     """Compiles elementwise operations to a kernel on CUDA. They run op by op elsewhere or if TORCHDYNAMO_DISABLE=1."""
     return torch.compile(function, dynamic=True) if on_cuda else function
 
@@ -283,7 +292,7 @@ def _gradient(
 ) -> Tensor:
     """Returns the loss's gradient for `logits`, in `dtype`; memory as in `_sums`.
 
-    label_grad: logprob_grad where `column` is the label's, else 0.
+    logprob_grad: sum over a token's labels; label_grad: of each, [n, k], where `column` is the label's, else 0.
     d logprob / d x_j = [j is the label] - p_j;  d entropy / d x_j = -p_j (log p_j + entropy);
     d x / d logit = scale (1 - (x / cap)^2)
     """
@@ -295,17 +304,17 @@ def _gradient(
     if entropy_grad is not None:
         factor = (log_p + entropies[:, None]).mul_(-entropy_grad[:, None]).add_(factor)
     gradient = torch.mul(torch.exp(log_p, out=memory), factor, out=memory)
-    if memory is None:
+    if memory is None and column.shape[1] == 1:
         is_label = torch.arange(gradient.shape[1], device=gradient.device) == column
-        gradient = gradient + torch.where(is_label, label_grad[:, None], 0.0)
+        gradient = gradient + torch.where(is_label, label_grad, 0.0)
     else:
-        gradient.scatter_add_(1, column, label_grad[:, None])
+        gradient.scatter_add_(1, column, label_grad)
     if cap is not None or scale != 1.0:
         gradient = torch.mul(gradient, slope, out=memory)
     return gradient.to(dtype)
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
+def product(left: Tensor, right: Tensor) -> Tensor:
     """Multiplies two matrices, both in float32 or both in bfloat16. The product is in float32."""
     if left.dtype == torch.float32:
         return left @ right
@@ -314,7 +323,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
-def _parts(rows: int, columns: int) -> Iterator[slice]:
+def vocabulary_parts(rows: int, columns: int) -> Iterator[slice]:
     """Yields slices of the output matrix's rows (columns of the logits), at most `columns` each, of about equal size.
 
     On GPUs products of matrices that do not begin at multiples of 16 bytes are slow: ends are multiples of ALIGNED.
@@ -327,9 +336,9 @@ def _parts(rows: int, columns: int) -> Iterator[slice]:
 
 
 def _labels_in(part: slice, local: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a mask of the labels in `part`, bool [n], and their columns in it, int64 [n, 1], 0 for other labels."""
+    """Returns a mask of the labels in `part`, bool [n, k], and their columns in it, int64 [n, k], 0 for others."""
     in_part = (local >= part.start) & (local < part.stop)
-    return in_part, (local - part.start).where(in_part, 0)[:, None]
+    return in_part, (local - part.start).where(in_part, 0)
 
 
 def _lower(total: Tensor, weighted: Tensor, by: Tensor) -> None:

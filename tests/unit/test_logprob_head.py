@@ -61,7 +61,7 @@ rows, columns = 64, 4096
 logits, top = torch.randn(rows, columns), torch.full((rows,), -1e30)
 of_logprob, of_entropy, normalizer = torch.randn(3, rows)
 column = torch.randint(0, columns, (rows, 1))
-grads = normalizer + 10, normalizer.abs(), of_logprob, of_entropy, of_logprob, column
+grads = normalizer + 10, normalizer.abs(), of_logprob, of_entropy, of_logprob[:, None], column
 moved, errors = [], []
 for cap, function in itertools.product((None, 2.0), (_sums, _gradient)):
     more = (top, None, 0.7, cap, True) if function is _sums else (None, *grads, 0.7, cap, torch.bfloat16)
