@@ -113,6 +113,10 @@ class TeacherTokens:
     ids: np.ndarray  # int32 [t, k], most likely first; k is 0 if they were not asked for
     ids_logprobs: np.ndarray  # float32 [t, k]
 
+    def part(self, first: int, end: int) -> TeacherTokens:
+        """Returns those of tokens `first` to `end`, which is left out."""
+        return TeacherTokens(self.logprobs[first:end], self.ids[first:end], self.ids_logprobs[first:end])
+
 
 @dataclass(frozen=True, slots=True)
 class Branch:

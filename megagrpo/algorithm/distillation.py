@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field
 
 from megagrpo.section import ByName, Fraction, NonNegativeFloat, PositiveFloat, Rules, Section
@@ -13,8 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
+    from torch import Tensor
+
+    from megagrpo.algorithm.advantage_method import Advantages
+    from megagrpo.algorithm.ragged import Ragged
+
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
 TOP_K_MAX = 256
+RATIO_MAX = 80.0
+"""Log ratios of teacher to student are cut here: beyond it the mixture's share of the student is 0 in float32."""
 TopK = Annotated[int, Field(ge=1, le=TOP_K_MAX)]
 
 
@@ -109,6 +118,18 @@ class DistillationConfig(Section):
     """The run ends if teachers fail on a larger share of a step's responses. A response on which its teacher failed is
     masked and counted."""
 
+    def taught(self, advantages: Advantages, student: Ragged, teacher: Ragged) -> Advantages:
+        """Returns advantages with weight x (log q - log p) added to each token that has a teacher.
+
+        student, teacher: float [response tokens] log p and log q; q is NaN for tokens without a teacher, and in rows
+        that are not trained on.
+        """
+        of_tokens = advantages.of_tokens
+        before = np.repeat(advantages.of_rows, teacher.lengths) if of_tokens is None else of_tokens.values
+        added = np.nan_to_num(self.weight * (teacher.values.astype(np.float64) - student.values), nan=0.0)
+        after = teacher.with_values(before + added)
+        return replace(advantages, of_rows=after.means(), of_tokens=after)
+
     def teacher_of(self, data_source: str, extra_info: Mapping[str, Any], only: str | None) -> str | None:
         """Returns the name of a row's teacher, None without one. only: the name of the only teacher, if there is one.
         Raises ValueError if the row's column has something else than a text."""
@@ -123,3 +144,34 @@ class DistillationConfig(Section):
             if fnmatchcase(data_source, pattern):
                 return name
         return None if self.by_source or self.column else only
+
+
+def divergence_of_top(
+    student_logprobs: Tensor, teacher_logprobs: Tensor, divergence: Divergence, beta: float
+) -> Tensor:
+    """Returns the divergence of student p from teacher q over k ids and all others as one event, [n].
+
+    forward_kl: sum q log(q / p); reverse_kl: sum p log(p / q); jsd: beta KL(q || m) + (1 - beta) KL(p || m) with
+    m = beta q + (1 - beta) p, 0 < beta < 1 (arXiv:2306.13649). It is at most the divergence over the vocabulary.
+    Logprobs are finite, [n, k]: over the vocabulary, at the same distinct ids, of the teacher without a gradient.
+    """
+    log_p, log_q = with_rest(student_logprobs), with_rest(teacher_logprobs)
+    if divergence == "forward_kl":
+        return (log_q.exp() * (log_q - log_p)).sum(-1)
+    if divergence == "reverse_kl":
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+    log_ratio = (log_q - log_p).clamp(max=RATIO_MAX)
+    to_mixture = -(beta * log_ratio.expm1()).log1p()  # log p / m
+    return (beta * log_q.exp() * (log_ratio + to_mixture) + (1 - beta) * log_p.exp() * to_mixture).sum(-1)
+
+
+def with_rest(logprobs: Tensor) -> Tensor:
+    """Appends the logprob of all other ids to [n, k]: [n, k + 1].
+
+    Their probability, 1 - sum, is at least eight roundings of the sum. Less is noise, and has no gradient.
+    """
+    import torch
+
+    total = logprobs.logsumexp(-1, keepdim=True)
+    rest = (-total.expm1()).clamp(min=8 * torch.finfo(logprobs.dtype).eps)
+    return torch.cat([logprobs, rest.log()], -1)

@@ -447,6 +447,7 @@ class ObjectiveInputs(PolicyInputs):
     entropy: Tensor | None  # None: no entropy bonus, not reported
     reference_logprobs: Tensor | None  # None: no KL term, no estimate
     importance: Tensor | None = None  # of the policy's loss, from correction.py; None: 1
+    divergence: Tensor | None = None  # from teachers
 
 
 @dataclass(frozen=True)
@@ -466,8 +467,10 @@ def grpo_objective(
     *,
     kl_coefficient: float,
     entropy_coefficient: float,
+    divergence_coefficient: float = 0.0,
 ) -> Objective:
-    """Sums weight x (importance x policy loss + kl_coefficient x KL - entropy_coefficient x entropy) over tokens.
+    """Sums weight x (importance x policy loss + kl_coefficient x KL - entropy_coefficient x entropy +
+    divergence_coefficient x divergence) over tokens.
 
     kl_coefficient: this step's, of the loss term; 0 when the penalty is in the reward.
     GRPO, arXiv:2402.03300, eq. 3, negated. KL is estimated whenever reference logprobs are there, so that it can be
@@ -484,13 +487,14 @@ def grpo_objective(
     policy_term = (inputs.weights * per_token.detach()).where(used, 0.0)
     kl = None
     if inputs.reference_logprobs is not None:
-        straight_through = kl_settings.straight_through
-        kl = kl_estimate(inputs.logprobs, inputs.reference_logprobs, kl_settings.estimator, straight_through)
+        how = kl_settings.estimator, kl_settings.straight_through
+        kl = kl_estimate(inputs.logprobs, inputs.reference_logprobs, *how)
         if kl_coefficient:
             per_token = per_token + kl_coefficient * kl
     if entropy_coefficient:
         if inputs.entropy is None:
             raise ValueError("an entropy bonus without entropies")
         per_token = per_token - entropy_coefficient * inputs.entropy
+    per_token = per_token if inputs.divergence is None else per_token + divergence_coefficient * inputs.divergence
     loss = (inputs.weights * per_token).where(used, 0.0).sum()
     return Objective(loss, policy, policy_term, None if kl is None else kl.detach())

@@ -14,7 +14,7 @@ from megagrpo.batching.work import TOKENS, Work
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.routes import Routes
-from megagrpo.types import KeptSets
+from megagrpo.types import KeptSets, TeacherTokens
 
 MICROBATCHES_PER_STAGE = 2
 """A pipeline gets at least this many, even if fewer hold all tokens: with m microbatches, p stages idle for
@@ -39,6 +39,8 @@ class TrainSequence:
     routes: Routes | None = None  # None: the trainer's routers choose the experts
     kept: KeptSets | None = None  # of its response tokens; None: the whole vocabulary
     name: str = ""  # of its sample, in errors
+    teacher: int = -1  # the place of its teacher among the recipe's; -1: none
+    taught: TeacherTokens | None = None  # of its response tokens, by a teacher that has been asked
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,9 @@ BROKEN_NAMED = 3
 """Most tensors that an error names of those that are not finite."""
 
 
+ByToken = Literal["token_kl", "token_values", "token_energy", "token_teacher", "token_divergence", "token_agreement"]
+
+
 class TrainRanks:
     """One actor per training rank. Ready once constructed."""
 
@@ -270,13 +273,14 @@ class TrainRanks:
 class Policy(TrainRanks):
     """The ranks of GRPO or PPO."""
 
-    def by_token(self, method: Literal["token_kl", "token_values", "token_energy"], lengths: np.ndarray) -> Ragged:
+    def by_token(self, method: ByToken, lengths: np.ndarray, absent: float = 0.0) -> Ragged:
         """Returns the ranks' numbers by response token: KL estimates against the reference, the critic's estimates
-        of the return from that token on, before it was chosen, or energies.
+        of the return from that token on, before it was chosen, energies, or what concerns teachers.
 
-        lengths: int64 [rows], response tokens of every sample of the step; those not loaded get zeros.
+        lengths: int64 [rows], response tokens of every sample of the step; those not loaded get `absent`.
         """
         ragged = ragged_zeros(lengths, np.float32)
+        ragged.values.fill(absent)
         for part in self.call(method):
             if part is not None:
                 ragged.values[ragged.offsets[part.rows] + part.index] = part.values

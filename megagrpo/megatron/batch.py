@@ -67,6 +67,16 @@ class ResponseTokens:
     sequences: Sequences  # the microbatch's, each by itself
     rollout_logprobs: Tensor  # float32
     kept: KeptTokens | None  # None: drawn from the whole vocabulary
+    teachers: Tensor | None  # int64, the place of each token's teacher among the recipe's, or -1; None: none has one
+    taught: TaughtTokens | None  # by teachers that were asked for their most likely ids
+
+
+@dataclass(frozen=True)
+class TaughtTokens:
+    """The teachers' k most likely ids in the place of each response token; logprobs are NaN for tokens without."""
+
+    ids: Tensor  # int64 [tokens, k]
+    logprobs: Tensor  # float32 [tokens, k]
 
 
 @dataclass(frozen=True)
@@ -149,6 +159,8 @@ def _response_tokens(
     predicting = np.flatnonzero(flat_mask[following])
     token, of = following[predicting], sequence[predicting]
     counts = torch.tensor([float(s.loss_mask.sum()) for s in microbatch.sequences], device=device)
+    numbers = np.array([s.teacher for s in microbatch.sequences], dtype=np.int64)
+    place = (np.cumsum(flat_mask) - 1)[token]
     return ResponseTokens(
         positions=_tensor(predicting, device),
         labels=_tensor(flat_tokens[token], device),
@@ -157,7 +169,23 @@ def _response_tokens(
         numbers=_tensor(position[predicting] + 1, device),
         sequences=Sequences(_tensor(of, device), counts, over_context_ranks),
         rollout_logprobs=_tensor(flat_logprobs[token], device, torch.float32),
-        kept=kept_tokens(microbatch.sequences, (np.cumsum(flat_mask) - 1)[token], device),
+        kept=kept_tokens(microbatch.sequences, place, device),
+        teachers=_tensor(numbers[of], device) if (numbers >= 0).any() else None,
+        taught=_taught_tokens(microbatch, place, device),
+    )
+
+
+def _taught_tokens(microbatch: Microbatch, place: np.ndarray, device: torch.device | str) -> TaughtTokens | None:
+    """Returns what teachers said of a rank's response tokens. place: int64 [tokens], among all of the microbatch."""
+    parts = [(sequence.taught, int(sequence.loss_mask.sum())) for sequence in microbatch.sequences]
+    wide = max((taught.ids.shape[1] for taught, _ in parts if taught is not None), default=0)
+    if not wide:
+        return None
+    ids = [np.zeros((count, wide), np.int64) if taught is None else taught.ids for taught, count in parts]
+    none = np.float32(np.nan)
+    logprobs = [np.full((n, wide), none) if taught is None else taught.ids_logprobs for taught, n in parts]
+    return TaughtTokens(
+        _tensor(np.concatenate(ids)[place], device), _tensor(np.concatenate(logprobs)[place], device, torch.float32)
     )
 
 

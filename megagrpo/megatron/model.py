@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.megatron.batch import Packed
+from megagrpo.megatron.batch import Batch, Packed, ResponseTokens, TokenTensors
 from megagrpo.megatron.heads import OutputLayer, ValueHead
 from megagrpo.megatron.layers import block_spec
 from megagrpo.megatron.rotary import inverse_frequencies
@@ -121,6 +121,26 @@ def forward(chunks: Sequence[torch.nn.Module], microbatches: Sequence[Packed], l
     if microbatches:  # Megatron's schedules need one
         with torch.no_grad():
             forward_backward(chunks, microbatches, loss, forward_only=True)
+
+
+def read_tokens(
+    chunks: Sequence[torch.nn.Module], batch: Batch, read: Callable[[Tensor, ResponseTokens], Tensor]
+) -> TokenTensors:
+    """Runs a pass over the batch without gradients. Returns the result of `read` for each response token.
+
+    `read` takes the last stage's output for a microbatch and its response tokens, and returns [response tokens, ...].
+    """
+    results: dict[int, Tensor] = {}
+
+    def keep(index: int, output: Tensor) -> Tensor:
+        joined, parts = batch.joined[index]
+        values = read(output, *joined.responses)
+        lengths = [len(batch.responses[part].rows) for part in parts]
+        results.update(zip(parts, values.split(lengths), strict=True))
+        return values.sum()
+
+    forward(chunks, [joined for joined, _ in batch.joined], keep)
+    return tuple(results[part] for part in sorted(results))
 
 
 def forward_backward(

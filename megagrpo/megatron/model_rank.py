@@ -93,24 +93,25 @@ class ModelRank:
     ) -> tuple[Tensor, Tensor]:
         """Returns the response's logprobs and entropies (0 if unwanted): float32 [tokens]. output: the last stage's.
         sharpening: divides the temperature."""
-        architecture, tensor = self.policy.architecture, self.layout.tensor
-        shard = VocabularyShard(
-            architecture.vocab,
-            self.where.tensor * (architecture.padded_vocab(tensor) // tensor),
-            parallel_state.get_tensor_model_parallel_group() if tensor > 1 else None,
-        )
+        architecture = self.policy.architecture
         return kept_logprobs(
             output,
             response.positions,
             response.labels,
             response.kept,
             output_weight(unwrapped(self.policy.chunks[-1])),
-            shard,
+            self.shard(architecture.vocab),
             temperature=self.temperature / sharpening,
             entropy=entropy,
             scale=architecture.logit_scale,
             cap=architecture.logit_cap,
         )
+
+    def shard(self, vocab: int) -> VocabularyShard:
+        """Returns the rows of the policy's output matrix that this rank has, of ids below `vocab`."""
+        architecture, tensor = self.policy.architecture, self.layout.tensor
+        first = self.where.tensor * (architecture.padded_vocab(tensor) // tensor)
+        return VocabularyShard(vocab, first, parallel_state.get_tensor_model_parallel_group() if tensor > 1 else None)
 
     @property
     def has_logits(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ from megagrpo.megatron.model import unwrapped
 from megagrpo.megatron.model_rank import ModelRank
 from megagrpo.megatron.replay import RoutesOnRank
 from megagrpo.megatron.served_weights import ServedWeights
+from megagrpo.megatron.teacher import RanksTeacher, Teachers
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.processes.store import StoreAddress
 from megagrpo.rank_results import CriticMetrics, StepMetrics, TokenFigures, TokenNumbers
@@ -82,7 +84,8 @@ class TrainRank(ModelRank):
         """The policy's weights in passes that train it; None: its own."""
         if train.quantization is not None:
             self.served = ServedWeights(self.policy.chunks, self.policy.manifest(), self.policy.architecture)
-        if algorithm.kl.coefficient > 0:
+        self.teachers = Teachers(recipe, self.policy, self._own_routes)
+        if recipe.keeps_reference:
             follows = algorithm.reference.update_every_steps is not None
             self.policy.keep_reference(algorithm.reference.share if follows else None)
 
@@ -101,6 +104,12 @@ class TrainRank(ModelRank):
             self.device.type,
         )
 
+    def add_teacher(self, name: str, directory: str) -> None:
+        """Builds a teacher of kind ranks and loads it. Raises ModelError or RecipeError."""
+        teacher: Any = self.recipe.teachers[name]
+        of_policy = self.policy.architecture, train_config(self.recipe), self.where, self.dtype, self.device.type
+        self.teachers.add(name, RanksTeacher(directory, *of_policy, offload=teacher.offload))
+
     # --- the step -----------------------------------------------------------------------------------------------------
 
     def load_batch(self, batch: RankBatch) -> None:
@@ -108,6 +117,7 @@ class TrainRank(ModelRank):
         if self.routes is not None:
             self.routes.begin_batch()
         self.passes, self.own_routes = Passes(), None
+        self.teachers.begin_batch()
 
     def compute_old_logprobs(self) -> None:
         """Computes logprobs of the batch under the policy's current weights, and energies if advantages are made from
@@ -125,6 +135,10 @@ class TrainRank(ModelRank):
         """Computes logprobs of the batch under the reference; they stay on this rank."""
         with self.policy.reference_here() as reference, reference.in_place_of_policy(), self._own_routes():
             self.passes = replace(self.passes, reference_logprobs=self._compute_logprobs("reference")[0])
+
+    def compute_teachers(self, names: Sequence[str]) -> None:
+        """Runs the passes of these teachers on the ranks; what they find stays on this rank."""
+        self.teachers.read(names, self.batch, self.shard, self.temperature)
 
     def compare_own_routes(self) -> None:
         """Computes the mismatch of the batch with experts that the trainer's routers choose, for the next update's
@@ -144,6 +158,18 @@ class TrainRank(ModelRank):
         reference = _computed("reference_logprobs", self.passes.reference_logprobs)
         estimator = self.recipe.algorithm.kl.estimator
         return self.token_numbers(tuple(kl_estimate(o, r, estimator) for o, r in zip(old, reference, strict=True)))
+
+    def token_teacher(self) -> TokenNumbers | None:
+        """Returns the logprobs that compute_teachers found, NaN for tokens without a teacher on the ranks."""
+        return self.token_numbers(_computed("teachers", self.teachers.logprobs))
+
+    def token_divergence(self) -> TokenNumbers | None:
+        """Returns the divergences from teachers that the update first saw, NaN for tokens without."""
+        return self.token_numbers(self.teachers.seen[0])
+
+    def token_agreement(self) -> TokenNumbers | None:
+        """Returns 1 where the policy's most likely id is its teacher's, 0 elsewhere, NaN for tokens without."""
+        return self.token_numbers(self.teachers.seen[1])
 
     def token_energy(self) -> TokenNumbers | None:
         """Returns the energies that compute_old_logprobs found."""
@@ -184,7 +210,7 @@ class TrainRank(ModelRank):
         minibatches = [minibatch for minibatch in self.batch.minibatches if minibatch.packed]
         if len(minibatches) * algorithm.epochs > 1 or algorithm.prepares_by_old_logprobs:
             _computed("old_logprobs", passes.old_logprobs)
-        if self.policy.reference is not None:
+        if algorithm.kl.coefficient > 0:
             _computed("reference_logprobs", passes.reference_logprobs)
         of_token = of_tokens(self.batch, advantages, self.device)
         metrics = MetricSums(self.device, entropy=algorithm.computes_entropy)
@@ -203,7 +229,9 @@ class TrainRank(ModelRank):
 
         def loss(index: int, output: Tensor) -> Tensor:
             response, of_batch = minibatch.responses[index], minibatch.first + index
-            logprobs, entropy = self.logprobs(output, response, entropy=computes_entropy)
+            divergence = self.teachers.divergence(output, response, of_batch, self.shard, self.temperature)
+            with torch.set_grad_enabled(divergence is None or not self.recipe.teachers_alone):
+                logprobs, entropy = self.logprobs(output, response, entropy=computes_entropy)
             update.before_update.setdefault(of_batch, logprobs.detach())
             if computes_entropy:
                 update.entropies.setdefault(of_batch, entropy.detach())
@@ -219,6 +247,7 @@ class TrainRank(ModelRank):
                 sequences=response.sequences,
                 importance=None if weights.importance is None else weights.importance[index],
                 chosen=None if weights.chosen is None else weights.chosen[index],
+                divergence=divergence,
             )
             objective = grpo_objective(
                 inputs,
@@ -226,11 +255,12 @@ class TrainRank(ModelRank):
                 algorithm.kl,
                 kl_coefficient=update.kl_coefficient,
                 entropy_coefficient=algorithm.entropy_coefficient,
+                divergence_coefficient=algorithm.distillation.weight if algorithm.distillation else 0.0,
             )
             update.metrics.add(objective, inputs)
             return objective.loss
 
-        with self._as_served():
+        with self._as_served(), self.teachers.in_loss():
             self.policy.compute_gradients(minibatch.packed, loss)
 
     def _as_served(self) -> AbstractContextManager[None]:

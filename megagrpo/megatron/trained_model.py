@@ -29,10 +29,10 @@ from megagrpo.megatron.lora import Adapters
 from megagrpo.megatron.model import (
     Loss,
     build_chunks,
-    forward,
     forward_backward,
     named_tensors,
     other_weights,
+    read_tokens,
     sum_gradients,
 )
 from megagrpo.megatron.offload import Offload
@@ -115,22 +115,9 @@ class TrainedModel:
         return self.adapters
 
     def read_tokens(self, batch: Batch, read: Callable[[Tensor, ResponseTokens], Tensor]) -> TokenTensors:
-        """Runs a pass over the batch without gradients. Returns the result of `read` for each response token.
-
-        `read` takes the last stage's output for a microbatch and its response tokens, and returns [response tokens].
-        """
+        """Runs a pass over the batch without gradients, as model.read_tokens."""
         self.offload.require(["parameters"])
-        results: dict[int, Tensor] = {}
-
-        def keep(index: int, output: Tensor) -> Tensor:
-            joined, parts = batch.joined[index]
-            values = read(output, *joined.responses)
-            lengths = [len(batch.responses[part].rows) for part in parts]
-            results.update(zip(parts, values.split(lengths), strict=True))
-            return values.sum()
-
-        forward(self.chunks, [joined for joined, _ in batch.joined], keep)
-        return tuple(results[part] for part in sorted(results))
+        return read_tokens(self.chunks, batch, read)
 
     def zero_gradients(self) -> None:
         self.offload.require(["parameters", "gradients", "optimizer"])
@@ -242,6 +229,11 @@ class Reference:
     def in_place_of_policy(self) -> AbstractContextManager[None]:
         """Puts the reference's weights into the policy's chunks inside the block."""
         return other_weights(self._parameters.values(), self.weights)
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """Returns the reference's weight in the place of a parameter of the policy, which is itself if not trained."""
+        pairs = zip(self._parameters.values(), self.weights, strict=True)
+        return next((weight for own, weight in pairs if own is parameter), parameter)
 
     def follow(self) -> None:
         """Moves `share` of the way to the policy."""

@@ -127,8 +127,10 @@ def megatron_problems(recipe: AnyRecipe, architecture: Architecture | None, plan
 
 
 def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only: bool) -> Iterator[Problem]:
-    """Yields problems of settings of engines and of models on servers beside them, of the API key of servers, and of
-    splits that cannot hold the model."""
+    """Yields problems of settings of engines, and of models on servers beside them.
+
+    Also those of the API key of servers, and of splits that cannot hold the model.
+    """
     rollout, kind = recipe.rollout, recipe.rollout.kind
     yield from kind.problems(rollout, "rollout", "engine", plan_only=plan_only)
     for where, model in recipe.models_beside.items():

@@ -29,6 +29,7 @@ from megagrpo.rollout.requests import with_baseline
 from megagrpo.track.rollout_writer import Learned, first_groups
 from megagrpo.trainer.batches import Sampled, branches_of, save_batch
 from megagrpo.trainer.run import Run, TrainRun
+from megagrpo.trainer.taught import Taught, advised, taught_of, teachers_of_rows
 from megagrpo.types import Group, Prompt, Sample, Score, Turn
 
 if TYPE_CHECKING:
@@ -164,6 +165,7 @@ class Trained:
     lr: float = 0.0
     critic_lr: float = 0.0
     memory_peak: int | None = None  # bytes; of the rank that had most at a time
+    taught: Taught | None = None  # None: the recipe has no teachers
 
     @property
     def changed(self) -> bool:
@@ -190,7 +192,8 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> T
     if algorithm.routing == "replay":
         left_out = rows & ~with_routes(sampled.groups, rows)
         rows, inputs = rows & ~left_out, replace(inputs, scores=np.where(left_out, np.nan, inputs.scores))
-    if algorithm.reads_batch:  # the recipe's rules then refuse to credit turns
+    taught = taught_of(recipe, sampled.groups)
+    if recipe.reads_batch:  # the recipe's rules then refuse to credit turns
         with run.clock.phase("logprobs"):
             batches, zeros = load_batch(run, sampled.groups, rows, step), ragged_zeros(inputs.tokens)
             if algorithm.kl_in_reward:
@@ -204,8 +207,12 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> T
             if algorithm.advantage.reads_energy:
                 energy = run.policy.by_token("token_energy", inputs.tokens) if batches else zeros
                 inputs = replace(inputs, energy=energy)
-        return Trained(rows, algorithm.advantage.advantages(inputs), batches, kl_coefficient)
+            if recipe.ranks_advise and taught and batches:
+                taught = taught.with_ranks(run)
+        advantages, taught = advised(recipe, algorithm.advantage.advantages(inputs), taught, sampled.groups, rows)
+        return Trained(rows, advantages, batches, kl_coefficient, taught=taught)
     advantages = algorithm.credit.advantages(algorithm.advantage, inputs, turns_of(recipe, sampled.groups))
+    advantages, taught = advised(recipe, advantages, taught, sampled.groups, rows)
     if advantages.of_tokens is not None and algorithm.loss.name == "gmpo":  # by a function of the user's own
         needed = "one advantage for each response: the geometric mean over it is bounded on the side of its sign"
         raise RecipeError(
@@ -213,8 +220,12 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> T
         )
     with run.clock.phase("logprobs"):
         if algorithm.skips_groups:
-            rows = rows & np.isin(inputs.group_ids, inputs.group_ids[advantages.taught])
-        return Trained(rows, advantages, load_batch(run, sampled.groups, rows, step), kl_coefficient)
+            teaches = advantages.taught
+            if taught is not None:
+                teaches = teaches | taught.rows
+            rows = rows & np.isin(inputs.group_ids, inputs.group_ids[teaches])
+        batches = load_batch(run, sampled.groups, rows, step)
+        return Trained(rows, advantages, batches, kl_coefficient, taught=taught)
 
 
 def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: int) -> list[RankBatch]:
@@ -223,7 +234,9 @@ def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: i
     Returns the batches sent, one per data rank; [] if no row was chosen.
     """
     recipe, policy = run.recipe, run.policy
-    sequences = train_sequences(groups, rows, narrowed=bool(recipe.rollout.narrowing))
+    names, of_row = list(recipe.teachers), teachers_of_rows(recipe, groups)
+    numbers = [-1 if name is None else names.index(name) for name in of_row]
+    sequences = train_sequences(groups, rows, narrowed=bool(recipe.rollout.narrowing), teachers=numbers)
     if not sequences:
         return []
     algorithm = recipe.algorithm
@@ -244,6 +257,9 @@ def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: i
         policy.call("compute_old_logprobs")
     if algorithm.kl.coefficient > 0:
         policy.call("compute_reference_logprobs")
+    if recipe.teachers_on_ranks:
+        asked = {name for name, chosen in zip(of_row, rows, strict=True) if chosen}
+        policy.call("compute_teachers", [name for name in recipe.teachers_on_ranks if name in asked])
     every = recipe.rollout.mismatch.own_routes_every_steps
     if every is not None and step % every == 0:
         policy.call("compare_own_routes")
@@ -324,10 +340,13 @@ def group_of_row(groups: Sequence[Group]) -> np.ndarray:
     return np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
 
 
-def train_sequences(groups: Sequence[Group], rows: np.ndarray, *, narrowed: bool = False) -> list[TrainSequence]:
+def train_sequences(
+    groups: Sequence[Group], rows: np.ndarray, *, narrowed: bool = False, teachers: Sequence[int] = ()
+) -> list[TrainSequence]:
     """Returns the chosen rows (bool [rows]) as sequences, each with a response token. An agent's rollout is one
-    sequence for each branch that is trained on. Raises EngineError for routes and kept sets that are not those of their
-    tokens, and with `narrowed`, by rollout.top_p and others, for samples without."""
+    sequence for each branch that is trained on. teachers: of each row, its place among the recipe's or -1. Raises
+    EngineError for routes and kept sets that are not those of their tokens, and with `narrowed`, by rollout.top_p and
+    others, for samples without."""
     prompts = (np.array(group.prompt.tokens, np.int64) for group in groups)
     samples = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group.samples]
     sequences: list[TrainSequence] = []
@@ -351,7 +370,11 @@ def train_sequences(groups: Sequence[Group], rows: np.ndarray, *, narrowed: bool
             routes = branch.routes and branch.routes.before(length, where)
             if sample.kept is not None:
                 kept = sample.kept.part(first, first + len(trained))
-            sequences.append(TrainSequence(tokens, loss_mask, rollout_logprobs, row, first, routes, kept, where))
+            taught, number = sample.teacher and sample.teacher.part(first, first + len(trained)), -1
+            if teachers:
+                number = teachers[row]
+            of_tokens = tokens, loss_mask, rollout_logprobs
+            sequences.append(TrainSequence(*of_tokens, row, first, routes, kept, where, number, taught))
             first += len(trained)
     return sequences
 
@@ -379,6 +402,8 @@ def train(run: TrainRun, trained: Trained, step: int) -> Trained:
                         kl_coefficient = algorithm.kl.next_coefficient(kl_coefficient, updated.kl, rows)
                     trained = replace(trained, kl_coefficient=kl_coefficient, policy=updated, lr=lr)
             trained = replace(trained, memory_peak=policy.memory_peak())
+            if trained.taught and trained.policy:
+                trained = replace(trained, taught=trained.taught.after_update(run))
         every = algorithm.reference.update_every_steps
         if every is not None and step % every == 0:
             with run.clock.phase("update"):

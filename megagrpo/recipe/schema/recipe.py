@@ -223,6 +223,13 @@ class Recipe(Section):
         return self.model_copy(update={"teachers": {}, "algorithm": algorithm})
 
     @property
+    def teachers_alone(self) -> bool:
+        """Returns whether the loss has no other term than the divergence from teachers."""
+        algorithm = self.algorithm
+        others = self.reward.scores or algorithm.kl.coefficient or algorithm.entropy_coefficient or algorithm.critic
+        return algorithm.distillation is not None and algorithm.distillation.objective.in_loss and not others
+
+    @property
     def ranks_advise(self) -> bool:
         """Returns whether advantages depend on logprobs of teachers on the ranks."""
         distillation = self.algorithm.distillation

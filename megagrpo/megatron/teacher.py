@@ -1,0 +1,344 @@
+"""Teachers on the training ranks: models in the policy's layout that are not trained, what they say of a batch, and the
+divergence of the policy from teachers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megagrpo.algorithm.distillation import (
+    FullVocabularyConfig,
+    ObjectiveConfig,
+    SampledTokenConfig,
+    StudentTopKConfig,
+    TeacherTopKConfig,
+    divergence_of_top,
+)
+from megagrpo.errors import Problem, RankError
+from megagrpo.layout.parallel import RankCoordinates
+from megagrpo.megatron.batch import Batch, ResponseTokens, TokenTensors
+from megagrpo.megatron.config import transformer_config
+from megagrpo.megatron.divergence_head import HeadScale, logprobs_at, top_logprobs, vocabulary_divergence
+from megagrpo.megatron.heads import VocabularyShard, output_weight
+from megagrpo.megatron.kept_head import kept_logprobs
+from megagrpo.megatron.model import build_chunks, named_tensors, read_tokens, unwrapped
+from megagrpo.megatron.offload import HostMemory
+from megagrpo.megatron.state import parameters_of
+from megagrpo.megatron.trained_model import TrainedModel
+from megagrpo.recipe.schema import Recipe, TrainConfig
+from megagrpo.weights.boxes import Box, Manifest, Placement, Storage
+from megagrpo.weights.families import read_architecture
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.files.loading import load_files
+from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
+
+ShardOf = Callable[[int], VocabularyShard]
+"""Makes the rows of the policy's output matrix that this rank has, of ids below a number."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output matrix of a model on this rank: the rows [rows of this rank, hidden] of the ids that the policy's
+    shard has, and what makes logits of its products."""
+
+    weight: Tensor
+    scale: HeadScale
+
+
+def head_scale(architecture: Architecture, temperature: float) -> HeadScale:
+    return HeadScale(architecture.logit_scale, architecture.logit_cap, temperature)
+
+
+class RanksTeacher:
+    """A model that is not trained, on this rank in the policy's layout.
+
+    With `offload` its weights are in host memory but inside of `here`; its output matrix stays on the device.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        policy: Architecture,
+        train: TrainConfig,
+        where: RankCoordinates,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        offload: bool,
+    ) -> None:
+        """Builds this rank's part and loads it. Collective over all ranks. Raises ModelError or RecipeError."""
+        self.architecture, self._directory = read_architecture(directory), directory
+        layout = train.layout.parallel()
+        config = transformer_config(self.architecture, train, dtype, device)
+        side = TE_SPEC if config.transformer_impl == "transformer_engine" else LOCAL_SPEC
+        self.chunks = build_chunks(self.architecture, config, layout)
+        name = str(dtype).removeprefix("torch.")
+        manifest = side.manifest(self.architecture, layout, where, name)
+        load_files(directory, manifest, named_tensors(self.chunks), self.architecture)
+        for parameter in parameters_of(self.chunks).values():
+            parameter.requires_grad_(False)
+        self._weight: Tensor | None = None
+        if where.pipeline == layout.pipeline - 1:
+            rows = policy.padded_vocab(layout.tensor) // layout.tensor
+            if layout.tensor == 1 or self.architecture.padded_vocab(layout.tensor) == rows * layout.tensor:
+                self._weight = output_weight(unwrapped(self.chunks[-1]))
+            else:
+                self._weight = self._rows(where.tensor * rows, rows, dtype)
+        self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
+        """Storages that are in host memory but inside of `here`, and their bytes there."""
+        if offload:
+            self._move_to_host()
+
+    def _rows(self, first: int, rows: int, dtype: torch.dtype) -> Tensor:
+        """Loads the output matrix's rows from id `first` on: [rows, hidden]. Those beyond its vocabulary are zeros."""
+        role = "embedding" if self.architecture.tied_embeddings else "head"
+        tensor = next(tensor for tensor in self.architecture.tensors() if tensor.role == role)
+        hidden, count = self.architecture.hidden, max(0, min(rows, self.architecture.vocab - first))
+        weight = torch.zeros(rows, hidden, dtype=dtype, device=torch.cuda.current_device())
+        storage = Storage("head", (rows, hidden), str(dtype).removeprefix("torch."))
+        placed = Placement("head", (0, 0), (0, 1), Box(tensor.name, (first, 0), (count, hidden)))
+        held = Manifest("a teacher's output matrix", {"head": storage}, (placed,) if count else ())
+        load_files(self._directory, held, {"head": weight}, self.architecture)
+        return weight
+
+    def _move_to_host(self) -> None:
+        kept = None if self._weight is None else self._weight.untyped_storage()
+        storages = dict.fromkeys(tensor.untyped_storage() for tensor in parameters_of(self.chunks).values())
+        for storage in (one for one in storages if one != kept):
+            there = _bytes_of(storage)
+            here = HostMemory(len(there), pinned=there.is_cuda).bytes if len(there) else torch.empty(0)
+            here.copy_(there)
+            self._away.append((storage, here))
+            storage.resize_(0)
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Keeps all weights on the device inside the block."""
+        for storage, content in self._away:
+            storage.resize_(len(content))
+            _bytes_of(storage).copy_(content, non_blocking=True)
+        yield
+        if self._away:
+            torch.cuda.synchronize()
+        for storage, _ in self._away:
+            storage.resize_(0)
+
+    def read_tokens(self, batch: Batch, read: Callable[[Tensor, ResponseTokens], Tensor]) -> TokenTensors:
+        """Runs a pass over the batch, as model.read_tokens. Raises RankError for an id that its vocabulary lacks."""
+        largest = max((int(packed.tokens.max()) for packed, _ in batch.joined), default=0)
+        if largest >= self.architecture.vocab:
+            needed = f"ids below {self.architecture.vocab}, the teacher's vocabulary"
+            where, fix = f"tokens of the step, for the teacher {self._directory}", "a policy that samples no such id"
+            raise RankError(Problem(where, f"{largest}", needed, fix))
+        with self.here():
+            return read_tokens(self.chunks, batch, read)
+
+    def head(self, temperature: float) -> Head:
+        """Returns its output matrix. Raises ValueError on ranks without logits."""
+        if self._weight is None:
+            raise ValueError("this rank has no logits")
+        return Head(self._weight, head_scale(self.architecture, temperature))
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class Teachers:
+    """All teachers of a rank, by their places among the recipe's; and what they say of the loaded batch."""
+
+    def __init__(
+        self, recipe: Recipe, policy: TrainedModel, own_routes: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Makes it without models. own_routes: lets the policy's routers choose, in the pass of the reference."""
+        self._recipe, self._policy, self._own_routes = recipe, policy, own_routes
+        self._numbers = {name: number for number, name in enumerate(recipe.teachers)}
+        self._models: dict[int, RanksTeacher] = {}
+        """Models of kind ranks. Other teachers on the ranks are the reference."""
+        self.begin_batch()
+
+    def begin_batch(self) -> None:
+        """Forgets what was said of the batch before."""
+        self.logprobs: TokenTensors | None = None
+        """Logprobs of the response tokens, NaN for tokens without a teacher on the ranks; None: not computed."""
+        self._hidden: dict[int, TokenTensors] = {}
+        """Hidden states before the response tokens, [response tokens, hidden], by teacher."""
+        self._seen: dict[int, Tensor] = {}
+        """By microbatch, as the update first saw it: [2, response tokens], divergence and agreement, NaN without."""
+
+    @property
+    def seen(self) -> tuple[TokenTensors, TokenTensors]:
+        """Returns divergences from teachers as the update first saw them, and 1 where both found the same id most
+        likely: float32, NaN for tokens without a teacher."""
+        found = [self._seen[index] for index in sorted(self._seen)]
+        return tuple(one[0] for one in found), tuple(one[1] for one in found)
+
+    def add(self, name: str, teacher: RanksTeacher) -> None:
+        self._models[self._numbers[name]] = teacher
+
+    def read(self, names: Sequence[str], batch: Batch, shard: ShardOf, temperature: float) -> None:
+        """Runs these teachers' passes over the batch. They find logprobs of its tokens, or for an objective in the loss
+        the hidden states before them."""
+        if self._objective.in_loss:
+            self._hidden = {self._numbers[name]: self._pass(name, batch, _hidden_in) for name in names}
+            return
+        found = [torch.full_like(response.rollout_logprobs, torch.nan) for response in batch.responses]
+        for name in names:
+            number = self._numbers[name]
+
+            def read(output: Tensor, response: ResponseTokens, number: int = number) -> Tensor:
+                head, where = self._head(number, temperature), (response.positions, response.labels, response.kept)
+                options = vars(head.scale) | {"entropy": False}
+                return kept_logprobs(output, *where, head.weight, shard(self._vocab(number)), **options)[0]
+
+            of_teacher = self._pass(name, batch, read)
+            its = [_is_of(response, number) for response in batch.responses]
+            found = [torch.where(*one) for one in zip(its, of_teacher, found, strict=True)]
+        self.logprobs = tuple(found)
+
+    def in_loss(self) -> AbstractContextManager[object]:
+        """Keeps the reference on the device inside the block, if the loss reads its output matrix."""
+        reads = self._hidden.keys() - self._models.keys()
+        return self._policy.reference_here() if reads else nullcontext()
+
+    def divergence(
+        self, output: Tensor, response: ResponseTokens, of_batch: int, shard: ShardOf, temperature: float
+    ) -> Tensor | None:
+        """Returns the divergence from the tokens' teachers, float32 [tokens], 0 for tokens without; None if the loss
+        has none. A microbatch without such tokens reaches all weights too, by gradients of 0.
+
+        of_batch: the microbatch's index in the batch.
+        """
+        distillation = self._recipe.algorithm.distillation
+        if distillation is None or not distillation.objective.in_loss:
+            return None
+        objective = distillation.objective
+        temperature = (isinstance(objective, FullVocabularyConfig) and objective.temperature) or temperature
+        policy, parts = self._head(None, temperature), []
+        for number, hidden in self._hidden.items():
+            at = _is_of(response, number).nonzero()[:, 0]
+            given = response.positions[at], policy, self._head(number, temperature), hidden[of_batch][at]
+            parts.append((at, *divergence_from(objective, output, *given, shard(self._vocab(number)))))
+        if isinstance(objective, TeacherTopKConfig) and len(self._recipe.teachers_on_ranks) < len(self._numbers):
+            parts.append(_divergence_from_asked(objective, output, response, policy, shard(self._vocab(None))))
+        total = output.new_zeros(len(response.rows), dtype=torch.float32)
+        seen = total.new_full((2, len(total)), torch.nan)
+        for at, divergence, agrees in parts:
+            total = total.index_put((at,), divergence)
+            seen[0, at], seen[1, at] = divergence.detach(), agrees.float()
+        self._seen.setdefault(of_batch, seen)
+        return total if parts else None
+
+    @property
+    def _objective(self) -> ObjectiveConfig:
+        distillation = self._recipe.algorithm.distillation
+        if distillation is None:
+            raise ValueError("a recipe without distillation")
+        return distillation.objective
+
+    def _pass(self, name: str, batch: Batch, read: Callable[[Tensor, ResponseTokens], Tensor]) -> TokenTensors:
+        if (number := self._numbers[name]) in self._models:
+            return self._models[number].read_tokens(batch, read)
+        with self._policy.reference_here() as reference, reference.in_place_of_policy(), self._own_routes():
+            return self._policy.read_tokens(batch, read)
+
+    def _vocab(self, number: int | None) -> int:
+        """Returns the number of ids that a teacher and the policy both have."""
+        vocab, teacher = self._policy.architecture.vocab, None if number is None else self._models.get(number)
+        return vocab if teacher is None else min(vocab, teacher.architecture.vocab)
+
+    def _head(self, number: int | None, temperature: float) -> Head:
+        """Returns the output matrix of a teacher, None: of the policy."""
+        if number in self._models:
+            return self._models[number].head(temperature)
+        weight = output_weight(unwrapped(self._policy.chunks[-1]))
+        if number is not None and self._policy.reference is not None:
+            weight = self._policy.reference.of(weight)
+        return Head(weight, head_scale(self._policy.architecture, temperature))
+
+
+def _hidden_in(output: Tensor, response: ResponseTokens) -> Tensor:
+    """Selects the hidden states before the response tokens, [tokens, hidden]."""
+    return output[response.positions]
+
+
+def _is_of(response: ResponseTokens, number: int) -> Tensor:
+    """Returns which response tokens have this teacher: bool [tokens]."""
+    if response.teachers is None:
+        return torch.zeros_like(response.rows, dtype=torch.bool)
+    return response.teachers == number
+
+
+def divergence_from(
+    objective: ObjectiveConfig,
+    hidden: Tensor,
+    positions: Tensor,
+    policy: Head,
+    teacher: Head,
+    teacher_hidden: Tensor,
+    shard: VocabularyShard,
+) -> tuple[Tensor, Tensor]:
+    """Returns the divergence of the policy from a teacher on the ranks, and whether both find the same id most likely.
+
+    The first is float32 [n] with gradients for the policy, the second bool [n]: with the top k, of those ids.
+    hidden: [tokens, hidden] of the policy; positions: int64 [n], rows of it; teacher_hidden: [n, the teacher's hidden];
+    shard: of the ids that both have.
+    """
+    match objective:
+        case FullVocabularyConfig():
+            return vocabulary_divergence(
+                hidden,
+                positions,
+                policy.weight,
+                teacher_hidden,
+                teacher.weight,
+                shard,
+                divergence=objective.divergence,
+                beta=objective.beta,
+                student=policy.scale,
+                teacher=teacher.scale,
+            )
+        case StudentTopKConfig():
+            with torch.no_grad():
+                ids, _ = top_logprobs(hidden[positions], policy.weight, shard, objective.k, policy.scale)
+                everywhere = torch.arange(len(positions), device=positions.device)
+                of_teacher = logprobs_at(teacher_hidden, everywhere, ids, teacher.weight, shard, teacher.scale)
+            own = logprobs_at(hidden, positions, ids, policy.weight, shard, policy.scale)
+            return divergence_of_top(own, of_teacher, objective.divergence, objective.beta), of_teacher.argmax(1) == 0
+        case TeacherTopKConfig():
+            ids, of_teacher = top_logprobs(teacher_hidden, teacher.weight, shard, objective.k, teacher.scale)
+            return _divergence_from_top(objective, hidden, positions, policy, ids, of_teacher, shard)
+        case SampledTokenConfig():
+            raise ValueError("sampled_token is a part of the advantages, not of the loss")
+
+
+def _divergence_from_asked(
+    objective: TeacherTopKConfig, hidden: Tensor, response: ResponseTokens, policy: Head, shard: VocabularyShard
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the places of the response tokens whose teachers were asked, int64 [n], and what `divergence_from` does
+    for these."""
+    if (taught := response.taught) is None:
+        at = response.rows.new_zeros(0)
+        ids, logprobs = at.new_zeros(0, objective.k), hidden.new_zeros(0, objective.k, dtype=torch.float32)
+    else:
+        at = taught.logprobs[:, 0].isfinite().nonzero()[:, 0]
+        ids, logprobs = taught.ids[at], taught.logprobs[at]
+    return at, *_divergence_from_top(objective, hidden, response.positions[at], policy, ids, logprobs, shard)
+
+
+def _divergence_from_top(
+    objective: TeacherTopKConfig,
+    hidden: Tensor,
+    positions: Tensor,
+    policy: Head,
+    ids: Tensor,
+    logprobs: Tensor,
+    shard: VocabularyShard,
+) -> tuple[Tensor, Tensor]:
+    """Returns what `divergence_from` does, for a teacher's most likely ids, int64 [n, k], and their logprobs."""
+    own = logprobs_at(hidden, positions, ids, policy.weight, shard, policy.scale)
+    return divergence_of_top(own, logprobs, objective.divergence, objective.beta), own.argmax(1) == 0
