@@ -36,10 +36,10 @@ BUDGETS = {
     ("checkpoint", "convert"): 2_417,
     ("rollout",): 5_023,
     ("cluster",): 3_358,
-    ("trainer", "evaluation"): 4_489,
-    ("recipe", "preflight", "doctor"): 5_897,
+    ("trainer", "evaluation"): 4_491,
+    ("recipe", "preflight", "doctor"): 6_092,
     ("plan",): 5_128,
-    ("data",): 2_708,
+    ("data",): 2_722,
     ("reward",): 7_674,
     ("agents",): 5_158,
     ("track", "report"): 4_854,
@@ -49,8 +49,8 @@ BUDGETS = {
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=366),
-    "tests": Limits(lines=58_599, lines_of_file=600, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=370),
+    "tests": Limits(lines=58_786, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (15, 6), "A metric's walk": (5, 3)}

@@ -217,16 +217,30 @@ def prompt_schema(mapping: ColumnsConfig | None = None) -> SchemaOf[Row]:
 
 def data_sources(path: str, mapping: ColumnsConfig | None = None) -> Iterator[tuple[int, str]]:
     """Yields (number of its first row, name) of each data source of a file. Raises DataError if it cannot be read."""
-    column = (mapping or ColumnsConfig()).data_source or _known("data_source", columns(path))
-    names = _names(column, columns(path))
-    seen: set[str] = set()
+    return ((number, source) for number, source, _ in sources_with(path, mapping))
+
+
+def sources_with(path: str, mapping: ColumnsConfig | None, also: str | None = None) -> Iterator[tuple[int, str, Any]]:
+    """Yields (number of its first row, data source, value of `also`) of each such pair in a file. also: a key of
+    extra_info; rows without it have None. Raises DataError if the file cannot be read."""
+    given, present = mapping or ColumnsConfig(), columns(path)
+    column = given.data_source or _known("data_source", present)
+    others = [name for name in _listed(given.extra_info) if name.rpartition(".")[2] == also] or _listed(also)
+    names = [*_names(column, present), *_names(others, present), *(["extra_info"] if also else [])]
+    seen: set[tuple[str, str]] = set()
     for number, record in records(path, names):
         source = _value(record, column) if isinstance(record, dict) else None
         if isinstance(source, list) and len(source) == 1:
             source = source[0]
-        if isinstance(source, str) and source not in seen:
-            seen.add(source)
-            yield number, source
+        if not isinstance(source, str) or not isinstance(record, dict):
+            continue
+        extra = record.get("extra_info")
+        value = extra.get(also) if isinstance(extra, Mapping) else None
+        for name in others if value is None else ():
+            value = None if (found := _value(record, name)) is MISSING else found
+        if (source, repr(value)) not in seen:
+            seen.add((source, repr(value)))
+            yield number, source, value
             if not names:
                 return
 

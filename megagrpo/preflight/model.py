@@ -109,9 +109,7 @@ def critic_directory(recipe: Recipe, policy: Architecture | None, plan_only: boo
     critic = recipe.algorithm.critic
     if critic is None or critic.path is None:
         return None
-    patterns = CONFIG_FILES + (() if plan_only else ("*.safetensors",))
-    known = _known_directory(critic.path) if plan_only else None
-    directory = known or local_directory(critic.path, None, patterns, "algorithm.critic.path")
+    directory = directory_on_ranks(critic.path, "algorithm.critic.path", plan_only)
     architecture = critic_of(read_architecture(directory))
     if not plan_only or Path(critic.path).is_dir():
         manifests(directory, architecture)
@@ -123,6 +121,13 @@ def critic_directory(recipe: Recipe, policy: Architecture | None, plan_only: boo
     if problems:
         raise PreflightError(problems)
     return directory
+
+
+def directory_on_ranks(path: str, where: str, plan_only: bool) -> Path:
+    """Returns the directory of a further model on the training ranks; a plan skips the safetensors files of the hub."""
+    patterns = CONFIG_FILES + TOKENIZER_FILES + (() if plan_only else ("*.safetensors",))
+    known = _known_directory(path) if plan_only else None
+    return known or local_directory(path, None, patterns, where)
 
 
 def _known_directory(path: str) -> Path | None:
@@ -222,12 +227,16 @@ def _near(directory: Path) -> str:
     return f"train {directory.parent.name}, the run that exports it" if directory.name == "hugging_face" else ""
 
 
+def has_tokenizer(directory: Path) -> bool:
+    return any(
+        (directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    )
+
+
 def _vocabulary_problems(directory: Path, vocabulary: int | None) -> list[Problem]:
     path = directory / "tokenizer.json"
     if not path.is_file():
-        if any((directory / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
-            return []
-        return [problem("no_tokenizer", directory=directory)]
+        return [] if has_tokenizer(directory) else [problem("no_tokenizer", directory=directory)]
     from tokenizers import Tokenizer
 
     try:

@@ -27,6 +27,7 @@ from megagrpo.preflight.model import (
     tokenizer_directory,
     tokenizer_problems,
 )
+from megagrpo.preflight.teachers import check_teachers
 from megagrpo.recipe.defaults import device_here, own_rewards, plan_engines
 from megagrpo.recipe.load import Kind, LoadedRecipe
 from megagrpo.recipe.model_rules import model_problems, token_problems
@@ -56,6 +57,7 @@ class Preflight(Generic[Kind]):
     unchecked: tuple[str, ...] = ()  # parts that are not on this machine, or not loaded
     epoch_rows: int | None = None  # rows of data.train, with over-long ones; None unless a plan counts them
     models_beside: Mapping[str, Path] = field(default_factory=dict)  # directories of recipe.models_beside
+    teachers: Mapping[str, Path] = field(default_factory=dict)  # directories of those on the ranks, by name
     found: Mapping[str, str] = field(default_factory=dict)  # lines for a plan, by name
     console: ConsoleMode | None = None  # the command's choice; None: the recipe's
 
@@ -76,6 +78,7 @@ class Checking:
     absent: Sequence[str] = ()  # data that may be on the cluster
     critic: Path | None = None
     models_beside: Mapping[str, Path] = field(default_factory=dict)
+    teachers: Mapping[str, Path] = field(default_factory=dict)
     found: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
@@ -143,12 +146,20 @@ class Checking:
         elsewhere = [where for where in self.recipe.models_beside if where not in self.models_beside]
         self.unchecked += [f"{where}: no such directory on this machine" for where in elsewhere]
 
+    def find_teachers(self) -> Sequence[Problem]:
+        known = self.tokenizer if self.templates else None
+        found = check_teachers(self.recipe, known, self.models_beside, self.absent, self.plan_only)
+        self.teachers = found.directories
+        self.unchecked += found.unchecked
+        return found.problems
+
     def result(self, epoch_rows: int | None = None) -> Preflight[Any]:
         """Returns what was found. Raises PreflightError if there are problems."""
         if self.problems or not (self.model and self.architecture and self.tokenizer):
             raise PreflightError(self.problems)
         checked = self.recipe, self.architecture, self.model, self.tokenizer, self.critic
-        return Preflight(*checked, tuple(self.unchecked), epoch_rows, self.models_beside, self.found)
+        others = self.models_beside, self.teachers
+        return Preflight(*checked, tuple(self.unchecked), epoch_rows, *others, self.found)
 
 
 Check = tuple[Callable[[Checking], object], Callable[[Checking], Iterable[Problem] | None]]
@@ -214,6 +225,7 @@ CHECKS: Mapping[str, Check] = {
     "sandboxes of this machine": (lambda c: c.grpo and c.plan_only, Checking.find_sandboxes),
     "agent": (lambda c: c.grpo, Checking.find_agent),
     "models beside": (lambda c: c.grpo, Checking.find_models_beside),
+    "teachers": (lambda c: c.grpo and c.recipe.teachers, Checking.find_teachers),
     "sizes": (lambda c: c.architecture, lambda c: model_problems(c.recipe, c.architecture)),
     "model class": (lambda c: c.has_files and c.samples, lambda c: c.recipe.rollout.kind.model_problems(c.model)),
     "metrics": (lambda c: c.grpo, lambda c: _metric_problems(c.recipe)),

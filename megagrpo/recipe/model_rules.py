@@ -11,6 +11,7 @@ from megagrpo.errors import Problem, listed
 from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk, stage_problems
 from megagrpo.recipe.defaults import replayed_routes
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe, TrainConfig
+from megagrpo.recipe.schema.eval import EvalConfig
 from megagrpo.recipe.schema.train import ALL_LAYERS
 from megagrpo.section import Rules, broken
 from megagrpo.weights.families.architecture import Architecture
@@ -70,6 +71,18 @@ def critic_problems(recipe: AnyRecipe, critic: Architecture) -> list[Problem]:
     if isinstance(recipe, Recipe):
         changes["algorithm"] = recipe.algorithm.model_copy(update={"routing": "own"})
     return model_problems(recipe.model_copy(update=changes), critic)
+
+
+def frozen_problems(recipe: Recipe, teacher: Architecture) -> list[Problem]:
+    """Returns the problems with a teacher on the ranks, which has neither adapters, gradients nor routes, and sees no
+    evaluations."""
+    frozen = {
+        "lora": None,
+        "recompute": "none",
+        "optimizer": recipe.train.optimizer.model_copy(update={"kind": "adam"}),
+    }
+    changes = {"train": recipe.train.model_copy(update=frozen), "eval": EvalConfig()}
+    return critic_problems(recipe.model_copy(update=changes), teacher)
 
 
 def token_problems(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:

@@ -148,7 +148,7 @@ def start_train_run(
     saved: Checkpoint | None,
 ) -> TrainRun:
     """Starts training ranks alone. steps: of the whole run."""
-    check_files(ray, checked.recipe, read=model_and_critic(checked))
+    check_files(ray, checked.recipe, read=(*model_and_critic(checked), *checked.teachers.values()))
     policy = start_policy(checked, with_absolute_directories(checked.recipe), ray, ends, saved)
     return TrainRun(checked.recipe, steps, policy, clock, work_of(checked.architecture))
 

@@ -77,7 +77,7 @@ def start_training(
     checked, recipe, say = setup.checked, setup.recipe, setup.tracker.say
     model, critic, tokenizer = *model_and_critic(checked), checked.tokenizer_directory.absolute()
     of_rewards = {name: checked.models_beside[f"reward.models.{name}"].absolute() for name in recipe.reward.models}
-    check_files(ray, recipe, read=(model, tokenizer, critic, *of_rewards.values()))
+    check_files(ray, recipe, read=(model, tokenizer, critic, *of_rewards.values(), *checked.teachers.values()))
     placed = with_transport(with_absolute_directories(recipe), ray)
     engines, ranks = recipe.rollout.engines, recipe.train.layout.parallel().ranks
     say(f"starting {ranks} training ranks and {engines} engines ({recipe.rollout.engine}) with {model}")
@@ -140,6 +140,8 @@ def start_policy(
     ends.callback(policy.close)
     if placed.algorithm.critic is not None:
         policy.call("add_critic", str(critic))
+    for name, directory in checked.teachers.items():
+        policy.call("add_teacher", name, str(directory.absolute()))
     policy.begin(model, saved.rank_directory if saved else None)
     return policy
 

@@ -1,0 +1,161 @@
+"""Teachers before a run: their models, tokenizers that agree with the policy's id by id, and rows that have one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from megagrpo.data.files import place
+from megagrpo.data.locations import files_of, is_remote
+from megagrpo.data.rows import prompt_schema, quick_look, sources_with
+from megagrpo.errors import ModelError, Problem, brief, first_line
+from megagrpo.plan.parameters import known_models
+from megagrpo.preflight.model import (
+    PROBLEMS_OF_A_PART,
+    TOKENIZER_FILES,
+    attempt,
+    cached_directory,
+    directory_on_ranks,
+    has_tokenizer,
+    local_directory,
+)
+from megagrpo.recipe.model_rules import frozen_problems
+from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema.teachers import ExternalTeacherConfig, RanksTeacherConfig, ServedTeacherConfig
+from megagrpo.section import problem
+from megagrpo.weights.families import read_architecture
+from megagrpo.weights.families.reading import read_json
+
+
+@dataclass
+class CheckedTeachers:
+    """What a check found. `directories`: of teachers on the ranks, by name."""
+
+    directories: dict[str, Path] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+
+
+def check_teachers(
+    recipe: Recipe, tokenizer: Path | None, beside: Mapping[str, Path], absent: Collection[str], plan_only: bool
+) -> CheckedTeachers:
+    """Checks all teachers. tokenizer: the policy's directory; None if it is not here. beside: directories of
+    models_beside. absent: data that may be on the cluster."""
+    checked = CheckedTeachers()
+    for name, teacher in recipe.teachers.items():
+        directory: Path | None = None
+        if isinstance(teacher, RanksTeacherConfig):
+            directory = attempt(checked.problems, directory_on_ranks, teacher.path, f"teachers.{name}.path", plan_only)
+            if directory:
+                checked.directories[name] = directory
+                checked.problems += attempt(checked.problems, _on_ranks, recipe, name, directory) or []
+        elif isinstance(teacher, ServedTeacherConfig):
+            directory = beside.get(f"teachers.{name}")
+            if directory:
+                checked.problems += attempt(checked.problems, _on_server, recipe, name, directory) or []
+            elif plan_only:
+                directory = cached_directory(teacher.path)
+        elif isinstance(teacher, ExternalTeacherConfig):
+            of_hub = plan_only and not Path(teacher.tokenizer).is_dir()
+            given = teacher.tokenizer, None, TOKENIZER_FILES, f"teachers.{name}.tokenizer"
+            directory = cached_directory(given[0]) if of_hub else attempt(checked.problems, local_directory, *given)
+        else:
+            continue
+        if tokenizer and not checked.problems:
+            if directory and directory not in known_models().values() and (has_tokenizer(directory) or not plan_only):
+                checked.problems += attempt(checked.problems, _other_tokens, name, tokenizer, directory) or []
+            else:
+                checked.unchecked.append(f"the tokenizer of teachers.{name}: not on this machine")
+    checked.problems += attempt(checked.problems, lambda: [*_row_problems(recipe, absent)]) or []
+    return checked
+
+
+def _on_ranks(recipe: Recipe, name: str, directory: Path) -> list[Problem]:
+    """Returns the problems of a model in the policy's layout. Raises ModelError if it cannot be read."""
+    found = frozen_problems(recipe, read_architecture(directory))
+    return [replace(fault, given=f"{fault.given} (teachers.{name}'s)") for fault in found]
+
+
+def _on_server(recipe: Recipe, name: str, directory: Path) -> Iterator[Problem]:
+    """Yields the problems of a model that an engine serves. Raises ModelError if it cannot be read."""
+    teacher, config = recipe.models_beside[f"teachers.{name}"], read_json(directory / "config.json")
+    if isinstance(teacher, ServedTeacherConfig):
+        yield from teacher.settings.engine_kind.model_problems(directory)
+    positions = (config.get("text_config") or config).get("max_position_embeddings")
+    if isinstance(positions, int) and positions < recipe.sequence_tokens_max:
+        yield problem("sequence_beyond_a_teacher", recipe=recipe, name=name, positions=positions)
+
+
+# --- tokenizers -------------------------------------------------------------------------------------------------------
+
+
+def _other_tokens(name: str, ours: Path, theirs: Path) -> Iterator[Problem]:
+    """Yields a problem with the first id that is another token to the teacher. Raises ModelError."""
+    if not has_tokenizer(theirs):
+        yield problem("teacher_without_tokenizer", name=name, directory=theirs)
+        return
+    policy, teacher = tokens_by_id(ours), tokens_by_id(theirs)
+    if policy != teacher:
+        first, _ = min(policy.items() ^ teacher.items())
+        given, needed = (brief(found[first]) if first in found else "no token" for found in (teacher, policy))
+        of_pair = {"name": name, "first": first, "given": given, "needed": needed, "ours": ours, "theirs": theirs}
+        yield problem("token_of_a_teacher", **of_pair)
+
+
+def tokens_by_id(directory: Path) -> dict[int, str]:
+    """Returns all tokens of a tokenizer, added and special ones included. Raises ModelError if it cannot be read.
+
+    Reads tokenizer.json as JSON: its own library takes four times as long for 150,000 tokens.
+    """
+    path, config = directory / "tokenizer.json", directory / "tokenizer_config.json"
+    if not path.is_file():
+        from megagrpo.tokenizer import load_tokenizer  # imports transformers, which takes seconds
+
+        return {number: token for token, number in load_tokenizer(directory).get_vocab().items()}
+    read, more = read_json(path), read_json(config) if config.is_file() else {}
+    try:
+        listed = read["model"]["vocab"]  # Unigram's is a list
+        pairs = (
+            enumerate(row[0] for row in listed) if isinstance(listed, list) else ((listed[one], one) for one in listed)
+        )
+        tokens = {int(number): str(token) for number, token in pairs}
+        tokens |= {int(added["id"]): str(added["content"]) for added in read.get("added_tokens") or ()}
+        decoder = (more.get("added_tokens_decoder") or {}).items()
+        return tokens | {int(number): str(added["content"]) for number, added in decoder}
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(problem("unreadable_tokenizer", path=path, reason=first_line(error))) from None
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _row_problems(recipe: Recipe, absent: Collection[str]) -> Iterator[Problem]:
+    """Yields problems of the column with teachers' names, and a problem if no row has a teacher. Raises DataError."""
+    distillation = recipe.algorithm.distillation
+    if distillation is None or not (distillation.by_source or distillation.column):
+        return
+    problems: list[Problem] = []
+    sources, names, all_here = dict[str, None](), set[str | None](), True
+    for file in recipe.data.train:
+        here = [] if not file.location or file.location in absent else files_of(file.location)
+        for path in here:
+            if is_remote(path) or quick_look(path, prompt_schema(file.columns)):  # its problems are the data's
+                all_here = False
+                continue
+            for number, source, value in sources_with(path, file.columns, distillation.column):
+                sources[source] = None
+                try:
+                    names.add(name := recipe.teacher_of(source, {distillation.column or "": value}))
+                    wrong = name is not None and name not in recipe.teachers
+                except ValueError:
+                    wrong = True
+                if wrong:
+                    where = f"{place(path, number)}, {distillation.column}"
+                    problems.append(
+                        problem("teacher_of_a_row", where=where, name=brief(value), known=[*recipe.teachers])
+                    )
+        all_here = all_here and bool(here)
+    yield from problems[:PROBLEMS_OF_A_PART]
+    if all_here and names == {None} and not problems:
+        yield problem("no_row_with_a_teacher", sources=[*sources])
