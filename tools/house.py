@@ -36,7 +36,7 @@ BUDGETS = {
     ("checkpoint", "convert"): 2_417,
     ("rollout",): 5_023,
     ("cluster",): 3_358,
-    ("trainer", "evaluation"): 4_491,
+    ("trainer", "evaluation"): 4_514,
     ("recipe", "preflight", "doctor"): 6_092,
     ("plan",): 5_128,
     ("data",): 2_722,

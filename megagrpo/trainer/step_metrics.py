@@ -30,6 +30,7 @@ from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.batches import Sampled, branches_of
 from megagrpo.trainer.run import Run, Step, TrainRun
 from megagrpo.trainer.step import Trained, baselines_of, has_routes, with_signal
+from megagrpo.trainer.taught import teacher_metrics
 from megagrpo.types import AgentRun, Group, Score
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def step_metrics(
     if trained.critic is not None:
         figures = {"lr": trained.critic_lr, **vars(trained.critic)}
         metrics |= {f"critic/{name.removesuffix('_fraction')}": value for name, value in figures.items()}
+    metrics |= teacher_metrics(trained.taught, sampled.groups)
     if trained.memory_peak is not None:
         metrics["memory/allocated_max/update"] = float(trained.memory_peak)
     if trained.policy is not None:
@@ -78,14 +80,15 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     samples = [sample for group in groups for sample in group.samples]
     lengths = np.array([len(sample.tokens) for sample in samples])
     errors = sum(bool(score.error) for score in scores)
-    known = _known(scores)
+    has_reward = any(score.counted or score.error or score.masked for score in scores)  # else teachers alone teach
+    known = _known(scores if has_reward else ())
     spread = {"mean": known.mean(), "std": known.std(), "max": known.max(), "min": known.min()} if len(known) else {}
     metrics = {
         **{f"reward/{name}": float(value) for name, value in spread.items()},
         "reward/errors": float(errors),
         "reward/errors_share": errors / len(samples),
         "reward/truncated_masked": float(sum(score.masked == REACHED_LIMIT for score in scores)),
-        "reward/solved_share": float(np.mean([score.solved for score in scores])),
+        **({"reward/solved_share": float(np.mean([score.solved for score in scores]))} if has_reward else {}),
         "response_tokens/mean": float(lengths.mean()),
         "response_tokens/max": float(lengths.max()),
         "response_tokens/truncated_share": float(np.mean([sample.finish == "length" for sample in samples])),
@@ -128,7 +131,7 @@ def _known(scores: Sequence[Score]) -> np.ndarray:
 def sampling_metrics(recipe: Recipe, sampled: Sampled) -> dict[str, float]:
     """Returns the share of groups with signal, the greedy reward, and counts of dynamic sampling."""
     metrics = {}
-    if recipe.algorithm.critic is None:  # with a critic every response teaches
+    if recipe.algorithm.critic is None and recipe.reward.scores:  # with a critic every response teaches
         metrics["groups/with_signal_share"] = len(with_signal(sampled.all, recipe)) / len(sampled.all)
     if not np.isnan(baselines := baselines_of(sampled.groups)).all():
         metrics["reward/greedy"] = float(np.nanmean(baselines))

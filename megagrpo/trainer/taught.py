@@ -45,6 +45,26 @@ class Taught:
         return replace(self, divergence=divergence, agreement=run.policy.by_token("token_agreement", lengths, np.nan))
 
 
+def teacher_metrics(taught: Taught | None, groups: Sequence[Group]) -> dict[str, float]:
+    """Returns the mean divergence from teachers, also by data source if there are several, the agreement with them, and
+    the share of tokens that have one. {}: no teachers, or no update."""
+    if taught is None or taught.divergence is None:
+        return {}
+    values = taught.divergence.values
+    known = np.isfinite(values)
+    metrics = {"teacher/tokens_share": float(known.mean()) if len(known) else 0.0}
+    if known.any():
+        metrics["teacher/divergence"] = float(values[known].mean())
+    if taught.agreement is not None and known.any():
+        metrics["teacher/agreement"] = float(taught.agreement.values[known].mean())
+    sources = np.repeat([group.prompt.data_source for group in groups], [len(group.samples) for group in groups])
+    of_token = sources[taught.divergence.row_of_token]
+    for source in sorted(set(sources)) if len(set(sources)) > 1 else ():
+        if (its := known & (of_token == source)).any():
+            metrics[f"teacher/divergence/{source}"] = float(values[its].mean())
+    return metrics
+
+
 def taught_of(recipe: Recipe, groups: Sequence[Group]) -> Taught | None:
     """Returns each row's teacher, and the logprobs by teachers that were asked; None if the recipe has no teachers."""
     if recipe.algorithm.distillation is None:
