@@ -49,6 +49,7 @@ TOOLS_MAX_TOKENS = 256
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
+    "qwen3": {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16},
     "qwen3_5_text": {
         "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
         "linear_value_head_dim": 32, "layer_types": ["linear_attention"] * 3 + ["full_attention"],

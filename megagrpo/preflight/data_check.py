@@ -278,7 +278,7 @@ def _check_batch(
     groups: list[Group] = []
     tried: list[tuple[FunctionSpec, str | None, list[str]]] = []
     for row, prompt in enumerate(prompts):
-        for spec, solution in functions[lists[row]]:
+        for spec, solution in functions.get(lists[row], ()):  # teachers alone: none
             if solution is None:
                 checked.unchecked[spec.name] += 1
                 continue

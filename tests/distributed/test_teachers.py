@@ -22,6 +22,7 @@ from megagrpo.weights.families import read_architecture
 from tests.distributed.conftest import CaseOf, Tiny
 from tests.distributed.layouts import ROWS, soak
 from tests.distributed.step_case import (
+    LR,
     TEMPERATURE,
     VOCAB,
     Case,
@@ -199,3 +200,46 @@ def test_a_teachers_logprobs_are_those_of_its_tokens_alone(offload, case, teache
         wanted.append(of_tokens if sequence.teacher == ON_RANKS else np.full(len(of_tokens), np.nan))
     np.testing.assert_allclose(of_all_tokens(numbers), np.concatenate(wanted), atol=3e-6)
     assert (outside[0] < 0.3 * inside[0]) if offload else outside == inside
+
+
+def beside_the_start(
+    rank: TrainRank, batch: RankBatch, advantages: Any, recipes: Mapping[str, Recipe], directory: Path
+) -> dict[str, tuple[Any, Any]]:
+    """Divergences and agreements of a policy that has moved, from its start: by the reference, and by the same model on
+    the ranks."""
+    rank.load_batch(batch)
+    rank.compute_old_logprobs()
+    rank.update(advantages, LR, 0.0, step=1)
+    found = {}
+    for name, recipe in recipes.items():
+        rank.recipe, rank.teachers = recipe, Teachers(recipe, rank.policy, rank._own_routes)
+        if name == "on the ranks":
+            rank.add_teacher("start", str(directory))
+        rank.load_batch(batch)
+        rank.compute_teachers(["start"])
+        rank.release(["reference"] if "reference" in recipe.train.offload else [])
+        compute_gradients(rank, np.zeros_like(advantages))
+        found[name] = rank.token_divergence(), rank.token_agreement()
+    return found
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}])
+def test_a_reference_teaches_as_the_model_that_it_was(lora, case_of: CaseOf):
+    case = case_of("qwen2_tied")
+    case = replace(case, sequences=[replace(one, teacher=0) for one in case.sequences])
+    algorithm = {"kl": {"coefficient": 0.0}, "distillation": {"objective": {"name": "full_vocabulary"}}}
+    train = {"distributed_optimizer": False, "lora": lora, "offload": [] if lora else ["reference"]}
+    kinds = {"on the ranks": {"kind": "ranks", "path": "unused"}, "the reference": {"kind": "reference"}}
+    recipes = {
+        name: make_recipe(ParallelLayout(tensor=2), algorithm=algorithm, teachers={"start": kind}, train=train)
+        for name, kind in kinds.items()
+    }
+    results = on_ranks(beside_the_start, recipes["the reference"], case, recipes, case.directory)
+    figures = {
+        name: [of_all_tokens(parts) for parts in zip(*(result[name] for result in results), strict=True)]
+        for name in kinds
+    }
+    (wanted, wanted_agreement), (found, agreement) = figures.values()
+    assert wanted.mean() > 1e-4
+    np.testing.assert_allclose(found, wanted, atol=2e-6)
+    np.testing.assert_array_equal(agreement, wanted_agreement)

@@ -38,6 +38,11 @@ CARRIES_OVER = "schedule={carry_over: 4, max_staleness: 1}"
 ODD_LENGTHS = ["rollout.response_tokens_max=15", "data.prompt_tokens_max=18"]
 APART = "cluster.placement=disaggregated"
 SPLIT_EXPERTS = "rollout.layout={tensor: 2, expert: 2}"
+SERVER = "teachers.t={kind: server, path: x}"
+ON_RANKS = "teachers.t={kind: ranks, path: x}"
+SECOND = "teachers.u={kind: reference}"
+DISTILLED = "algorithm.distillation={}"
+NO_REWARD = "reward.functions=[]"
 
 ALONE = """
     train.total_steps=null train.tokens_per_microbatch=31 train.logprob_tokens_per_microbatch=128
@@ -208,6 +213,25 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("agent.python", ["agent={reasoning_gym: {}, python: x}"]),
     ("agent.tools.0.stateful", ["agent={tools: [{name: 'a.py:b', stateful: true}]}"]),
     ("reward.models.m", ["reward.models={m: {kind: classifier, path: x}}"]),
+    ("algorithm.distillation", [DISTILLED]),
+    ("teachers", [SERVER]),
+    ("teachers.t.url", ["teachers.t={kind: external, url: host, tokenizer: x}", DISTILLED]),
+    ("algorithm.distillation.by_source", [SERVER, SECOND, DISTILLED]),
+    ("algorithm.distillation.by_source.a", [ON_RANKS, "algorithm.distillation.by_source={a: x, b: t}"]),
+    ("teachers.u", [ON_RANKS, SECOND, "algorithm.distillation.by_source={a: t}"]),
+    ("teachers.t.kind", [SERVER, "algorithm.distillation.objective=full_vocabulary"]),
+    ("teachers.t.kind", [SERVER, "algorithm.distillation.objective=student_top_k"]),
+    (
+        "algorithm.distillation.objective.beta",
+        [ON_RANKS, "algorithm.distillation.objective={name: teacher_top_k, beta: 0.3}"],
+    ),
+    ("rollout.temperature", [SERVER, DISTILLED, "rollout.temperature=0.9"]),
+    ("rollout.top_p", [SERVER, DISTILLED, "rollout.top_p=0.9"]),
+    ("algorithm.credit", [ON_RANKS, DISTILLED, AGENT, BY_TURN]),
+    ("rollout.dynamic_sampling", [ON_RANKS, DISTILLED, NO_REWARD, "rollout.dynamic_sampling={}"]),
+    ("eval.sets.main.functions", [ON_RANKS, DISTILLED, NO_REWARD, EVAL]),
+    ("algorithm.loss.name", [ON_RANKS, DISTILLED, "algorithm.loss.name=gmpo"]),
+    ("teachers.t.devices", [APART, "teachers.t={kind: server, path: x, devices: 64}", DISTILLED]),
 ]
 
 
@@ -271,6 +295,11 @@ def test_a_broken_rule_names_the_field_and_a_fix(field: str, overrides: list[str
         ["algorithm.correction.reject=[{level: sequence, over: sum, statistic: k1, high: 50}]"],
         ["algorithm.correction.weights.outside=zero"],  # only large weights are masked
         [AS_OLD, "algorithm.minibatches=2"],
+        [SERVER, "algorithm.distillation={objective: {name: teacher_top_k, divergence: jsd, beta: 0.2}, weight: 0.1}"],
+        [ON_RANKS, NO_REWARD, "algorithm.distillation.objective=full_vocabulary", "rollout.samples_per_prompt=1"],
+        [ON_RANKS, SECOND, "algorithm.distillation={by_source: {a*: t, b: u, c: null}}", "rollout.temperature=0.9"],
+        [ON_RANKS, SECOND, "algorithm.distillation.column=teacher", "rollout.top_p=0.9"],
+        [SECOND, DISTILLED, "algorithm.reference={update_every_steps: 1, share: 0.01}", "train.offload=[reference]"],
         [AS_OLD, REINFORCE, KL_IN_REWARD],  # reads the old logprobs
         ["rollout.dynamic_sampling={}", "data.no_resampling_pass_rate=0.9", "reward.overlong={buffer_tokens: 16}"],
     ],

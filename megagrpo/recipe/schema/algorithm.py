@@ -75,8 +75,9 @@ class AlgorithmConfig(Section):
     """Leave out groups whose advantages are all zero, with their KL and entropy terms. The loss's means are then over
     the other groups alone, which makes the policy gradient larger: by the ratio of all tokens (or responses) to those
     that stay. token_sum has no mean, so its policy gradient stays the same. No effect where advantages are not made by
-    group, for gpg (its own factor makes up for such groups), or if advantages are made after the logprobs: for otb, or
-    if the KL penalty is in the reward. Metrics count these groups either way."""
+    group, for gpg (its own factor makes up for such groups), or if advantages are made after the logprobs: for otb, by
+    teachers on the ranks, or if the KL penalty is in the reward. Rows with a teacher stay. Metrics count these groups
+    either way."""
 
     # --- which passes over a step's batch this asks for, besides the update -------------------------------------------
 
