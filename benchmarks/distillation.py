@@ -1,5 +1,5 @@
-"""Teaches the demo's careless adder by the trained one and by GRPO, each with three seeds; prints one table and draws the
-curves, docs/images/distillation.png. `make demo` makes student and teacher before.
+"""Teaches the demo's careless adder by the trained one and by GRPO, each with three seeds; prints one table, and draws
+the curves, docs/images/distillation.png. `make demo` makes student and teacher before.
 
 python benchmarks/distillation.py [--runs DIRECTORY] [--seeds N]
 """

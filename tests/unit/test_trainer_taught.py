@@ -84,7 +84,8 @@ def test_sequences_have_their_teachers_and_what_these_said() -> None:
     np.testing.assert_allclose(taught.logprobs.values, [-0.5, -0.7, np.nan])
     asked, other = train_sequences(groups, np.ones(2, bool), teachers=[0, 2])
     assert (asked.teacher, other.teacher, other.taught) == (0, 2, None)
-    assert asked.taught is not None and asked.taught.ids.shape == (2, 2)
+    assert asked.taught is not None
+    assert asked.taught.ids.shape == (2, 2)
 
 
 def equal(prompt: int) -> list[float | None]:
