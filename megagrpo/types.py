@@ -33,6 +33,8 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] = ()
     text: str = ""
     """The messages rendered by the chat template, before they became tokens (and before the cut)."""
+    taught: tuple[int, ...] = ()
+    """The tokens that teachers read in place of `tokens` (algorithm.distillation.system). (): the same."""
 
     def content(self) -> bytes:
         """Returns answer and tokens as bytes, which must be the same when a run resumes."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from megagrpo.section import ByName, Fraction, NonNegativeFloat, PositiveFloat, Rules, Section
+from megagrpo.section import ByName, Fraction, NonNegativeFloat, PositiveFloat, Rules, Section, Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -113,6 +113,13 @@ class DistillationConfig(Section):
     column: str | None = None
     """Column of the data, one of extra_info's, with the name of a row's teacher. A row without it has the one that
     by_source says."""
+
+    system: str | None = None
+    """System message that teachers read and the policy does not (context distillation, arXiv:2209.15189): before the
+    row's own, if it has one. null: teachers read the policy's prompts."""
+
+    system_tokens_max: Tokens = 1024
+    """Most tokens that `system` adds to a prompt."""
 
     failed_share_max: Fraction = 0.5
     """The run ends if teachers fail on a larger share of a step's responses. A response on which its teacher failed is

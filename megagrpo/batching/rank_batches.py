@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from math import lcm
 
@@ -41,6 +41,7 @@ class TrainSequence:
     name: str = ""  # of its sample, in errors
     teacher: int = -1  # the place of its teacher among the recipe's; -1: none
     taught: TeacherTokens | None = None  # of its response tokens, by a teacher that has been asked
+    prompt_of_teacher: np.ndarray | None = None  # int64, what teachers read before the response; None: the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,32 @@ class RankBatch:
     rows: tuple[int, ...]
     work: tuple[float, ...]
     split: tuple[tuple[SplitRow, ...], ...]
+
+
+def sequences_of(*batches: RankBatch) -> list[TrainSequence]:
+    """Returns the sequences of all minibatches and microbatches of these data ranks."""
+    micros = [micro for batch in batches for minibatch in batch.minibatches for micro in minibatch]
+    return [sequence for micro in micros for sequence in micro.sequences]
+
+
+def as_teachers_read(batch: RankBatch) -> RankBatch:
+    """Returns the batch with the teachers' prompts in place of the policy's, each sequence in its place: its response
+    tokens stay in their order."""
+
+    def changed(sequence: TrainSequence) -> TrainSequence:
+        if (prompt := sequence.prompt_of_teacher) is None:
+            return sequence
+        first = int(sequence.loss_mask.argmax())
+        tokens, none = np.concatenate([prompt, sequence.tokens[first:]]), np.zeros(len(prompt))
+        mask = np.concatenate([none.astype(bool), sequence.loss_mask[first:]])
+        logprobs = np.concatenate([none.astype(np.float32), sequence.rollout_logprobs[first:]])
+        return replace(sequence, tokens=tokens, loss_mask=mask, rollout_logprobs=logprobs, routes=None)
+
+    of = tuple(
+        tuple(Microbatch(tuple(map(changed, micro.sequences))) for micro in minibatch)
+        for minibatch in batch.minibatches
+    )
+    return replace(batch, minibatches=of)
 
 
 def make_rank_batches(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -16,6 +16,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from megagrpo import typed_json
+from megagrpo.algorithm.distillation import DistillationConfig
 from megagrpo.data.files import Findings, place
 from megagrpo.data.locations import files_of, size_and_version
 from megagrpo.data.mixture import OVERLAPS_SHOWN, AnyItem, Marked, Mixture, file_labels, mix
@@ -117,7 +118,8 @@ class Reader(Generic[AnyRow, AnyItem]):
 TEXTS = ("data_source", "ground_truth", "ability", "extra_info", "messages", "text")
 """Columns of texts; extra_info and messages are typed_json."""
 PROMPT_COLUMNS = pa.schema(
-    [("number", pa.int64()), ("tokens", pa.list_(pa.int32())), *((name, pa.string()) for name in TEXTS)]
+    [(name, pa.list_(pa.int32()) if name != "number" else pa.int64()) for name in ("number", "tokens", "taught")]
+    + [(name, pa.string()) for name in TEXTS]
 )
 
 
@@ -125,7 +127,8 @@ def _prompt(batch: pa.RecordBatch, row: int, name: str) -> Prompt:
     record = batch.slice(row, 1).to_pylist()[0]
     record["extra_info"] = typed_json.loads(record["extra_info"])
     record["messages"] = tuple(typed_json.loads(record["messages"]))
-    return Prompt(id=name, tokens=tuple(record["tokens"]), **{text: record[text] for text in TEXTS})
+    texts = {text: record[text] for text in TEXTS}
+    return Prompt(id=name, tokens=tuple(record["tokens"]), taught=tuple(record["taught"]), **texts)
 
 
 def _contents(batch: pa.RecordBatch) -> list[bytes]:
@@ -150,7 +153,8 @@ def prompt_reader(recipe: Recipe) -> Read[Prompt]:
     ) -> Mixture[Prompt]:
         reward = own_rewards(recipe).get(held_out_set or "", recipe.reward)
         held_out = None if held_out_set else [file for files in recipe.eval.files_of_sets().values() for file in files]
-        return load_prompts(files, tokenizer, recipe.data, recipe.seed, reward.source_problem, held_out)
+        teaching = None if held_out_set else recipe.algorithm.distillation
+        return load_prompts(files, tokenizer, recipe.data, recipe.seed, reward.source_problem, held_out, teaching)
 
     return read
 
@@ -162,15 +166,17 @@ def load_prompts(
     seed: int,
     source_problem: Callable[[str, str], Problem | None] = lambda *_: None,
     held_out: Sequence[DataFileConfig] | None = None,
+    teaching: DistillationConfig | None = None,
 ) -> Mixture[Prompt]:
     """Loads the prompts of all entries, rendered and mixed. Amounts count prompts after others are dropped.
 
     The id of a prompt is `label:number`. source_problem returns the problem with a row's data_source, like
     RewardConfig.source_problem. held_out: the default entries that data.decontaminate compares with; None for prompts
-    that are not trained on, which keep their duplicates and contaminated ones. Raises DataError with the problems of
-    all files, ModelError if the template is not valid Jinja.
+    that are not trained on, which keep their duplicates and contaminated ones. With a system message of `teaching` they
+    are rendered for teachers as well. Raises DataError with the problems of all files, ModelError if the template is
+    not valid Jinja.
     """
-    reader = _prompt_reader(tokenizer, data)
+    reader = _prompt_reader(tokenizer, data, teaching if teaching and teaching.system is not None else None)
 
     def part_of(entry: DataFileConfig, path: str, label: str) -> Stored[Prompt]:
         stored = reader.read(path, label, prompt_schema(entry.columns), entry.columns.model_dump(mode="json"))
@@ -186,14 +192,29 @@ def load_prompts(
     return mix(files, part_of, seed=seed, mark=mark)
 
 
-def _prompt_reader(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Reader[Row, Prompt]:
-    system = data.system_prompt
+def _prompt_reader(
+    tokenizer: PreTrainedTokenizerBase, data: DataConfig, teaching: DistillationConfig | None = None
+) -> Reader[Row, Prompt]:
+    """Returns the reader of prompts. teaching: renders them a second time, with its system message."""
+    system, arguments = data.system_prompt, data.chat_template_arguments
+
+    def rendered_twice(rows: list[Row], path: str, findings: Findings) -> list[list[int]]:
+        """Returns the tokens that teachers read of each row; none if they read those of the policy."""
+        if teaching is None or teaching.system is None:
+            return [[] for _ in rows]
+        merged = [replace(row, messages=with_merged_system(row.messages, system, teaching.system)) for row in rows]
+        return encode(tokenizer, render(merged, None, tokenizer, arguments, path, findings))
 
     def records(rows: list[Row], path: str, findings: Findings) -> Iterator[Column]:
-        texts = render(rows, system, tokenizer, data.chat_template_arguments, path, findings)
-        if not texts:
+        texts, taught = render(rows, system, tokenizer, arguments, path, findings), rendered_twice(rows, path, findings)
+        if not texts or not taught:
             return
-        for row, text, ids in zip(rows, texts, encode(tokenizer, texts), strict=True):
+        for row, text, ids, of_teacher in zip(rows, texts, encode(tokenizer, texts), taught, strict=True):
+            if teaching and len(of_teacher) > len(ids) + teaching.system_tokens_max:
+                where, given = f"{place(path, row.number)}: the teachers' prompt", f"{len(of_teacher) - len(ids)} more"
+                needed = f"at most {teaching.system_tokens_max} more tokens (algorithm.distillation.system_tokens_max)"
+                findings.add([Problem(where, given, needed, "raise it")])
+                continue
             if not ids:
                 findings.add([Problem(f"{place(path, row.number)}: the chat template makes no tokens of it")])
                 continue
@@ -205,6 +226,7 @@ def _prompt_reader(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Read
             yield {
                 "number": row.number,
                 "tokens": np.array(ids, np.int32),
+                "taught": np.array(of_teacher, np.int32),
                 "data_source": row.data_source,
                 "ground_truth": row.ground_truth,
                 "ability": row.ability,
@@ -224,7 +246,7 @@ def _prompt_reader(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Read
         truncate="truncate_left",
         cache=Cache(data.cache),
         tokenizer=tokenizer,
-        settings={"system_prompt": system, "arguments": data.chat_template_arguments},
+        settings={"system_prompt": system, "arguments": arguments, "taught": teaching and teaching.system},
     )
 
 
@@ -274,6 +296,16 @@ def with_system_prompt(messages: Sequence[Mapping[str, Any]], system: str | None
     """Returns the messages, with this system message first unless they begin with their own."""
     unchanged = system is None or messages[0]["role"] == "system"
     return list(messages) if unchanged else [{"role": "system", "content": system}, *messages]
+
+
+def with_merged_system(
+    messages: Sequence[Mapping[str, Any]], system: str | None, before: str
+) -> tuple[Mapping[str, Any], ...]:
+    """Returns the messages with a system message that begins with `before`, and goes on with their own, if any."""
+    first, *others = with_system_prompt(messages, system)
+    if first["role"] != "system":
+        return {"role": "system", "content": before}, first, *others
+    return {**first, "content": f"{before}\n\n{first['content']}"}, *others
 
 
 def _source_problems(

@@ -22,7 +22,7 @@ from megagrpo.algorithm.kl import kl_estimate
 from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.algorithm.policy_losses import ObjectiveInputs, grpo_objective
 from megagrpo.algorithm.token_advantages import token_energy
-from megagrpo.batching.rank_batches import RankBatch
+from megagrpo.batching.rank_batches import RankBatch, as_teachers_read, sequences_of
 from megagrpo.errors import DIVERGED_FIX, Problem, RankError
 from megagrpo.megatron.batch import (
     Minibatch,
@@ -31,6 +31,7 @@ from megagrpo.megatron.batch import (
     RowOrTokenValues,
     TokenTensors,
     TokenWeights,
+    as_tensors,
     of_tokens,
     weigh,
 )
@@ -85,6 +86,7 @@ class TrainRank(ModelRank):
         if train.quantization is not None:
             self.served = ServedWeights(self.policy.chunks, self.policy.manifest(), self.policy.architecture)
         self.teachers = Teachers(recipe, self.policy, self._own_routes)
+        self.read_by_teachers = self.batch
         if recipe.keeps_reference:
             follows = algorithm.reference.update_every_steps is not None
             self.policy.keep_reference(algorithm.reference.share if follows else None)
@@ -118,6 +120,12 @@ class TrainRank(ModelRank):
             self.routes.begin_batch()
         self.passes, self.own_routes = Passes(), None
         self.teachers.begin_batch()
+        if any(one.prompt_of_teacher is not None for one in sequences_of(batch)):
+            has_logits, at_once = self.has_logits, self.microbatches_at_once
+            on = self.layout, self.where.context, self.device
+            self.read_by_teachers = as_tensors(as_teachers_read(batch), *on, has_logits=has_logits, at_once=at_once)
+        else:
+            self.read_by_teachers = self.batch
 
     def compute_old_logprobs(self) -> None:
         """Computes logprobs of the batch under the policy's current weights, and energies if advantages are made from
@@ -138,7 +146,7 @@ class TrainRank(ModelRank):
 
     def compute_teachers(self, names: Sequence[str]) -> None:
         """Runs the passes of these teachers on the ranks; what they find stays on this rank."""
-        self.teachers.read(names, self.batch, self.shard, self.temperature)
+        self.teachers.read(names, self.read_by_teachers, self.shard, self.temperature)
 
     def compare_own_routes(self) -> None:
         """Computes the mismatch of the batch with experts that the trainer's routers choose, for the next update's

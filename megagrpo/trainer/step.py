@@ -347,6 +347,8 @@ def train_sequences(
     sequence for each branch that is trained on. teachers: of each row, its place among the recipe's or -1. Raises
     EngineError for routes and kept sets that are not those of their tokens, and with `narrowed`, by rollout.top_p and
     others, for samples without."""
+    before = [np.array(group.prompt.taught, np.int64) if group.prompt.taught else None for group in groups]
+    before = [prompt for prompt, group in zip(before, groups, strict=True) for _ in group.samples]
     prompts = (np.array(group.prompt.tokens, np.int64) for group in groups)
     samples = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group.samples]
     sequences: list[TrainSequence] = []
@@ -373,8 +375,8 @@ def train_sequences(
             taught, number = sample.teacher and sample.teacher.part(first, first + len(trained)), -1
             if teachers:
                 number = teachers[row]
-            of_tokens = tokens, loss_mask, rollout_logprobs
-            sequences.append(TrainSequence(*of_tokens, row, first, routes, kept, where, number, taught))
+            of_tokens, of_teacher = (tokens, loss_mask, rollout_logprobs), (number, taught, before[row])
+            sequences.append(TrainSequence(*of_tokens, row, first, routes, kept, where, *of_teacher))
             first += len(trained)
     return sequences
 

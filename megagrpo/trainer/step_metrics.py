@@ -20,6 +20,7 @@ from megagrpo.batching.rank_batches import (
     imbalance,
     packing_efficiency,
     padding_share,
+    sequences_of,
 )
 from megagrpo.errors import Problem
 from megagrpo.recipe.defaults import run_directory, same_bits
@@ -192,7 +193,7 @@ def route_metrics(update: StepMetrics, batches: Sequence[RankBatch], groups: Seq
     """Returns metrics of routing replay; {} without it."""
     if (differences := update.route_differences) is None:
         return {}
-    sequences = sequences_of(batches)
+    sequences = sequences_of(*batches)
     ended = [sample for group in groups for sample in group.samples if sample.finish != "abort"]
     metrics = {
         "routes/missing": float(sum(not has_routes(sample) for sample in ended)),
@@ -203,12 +204,6 @@ def route_metrics(update: StepMetrics, batches: Sequence[RankBatch], groups: Seq
     if (own := update.own_routes) is not None:
         metrics |= {f"own_routes/{name}": getattr(own, name) for name in OWN_ROUTES}
     return metrics
-
-
-def sequences_of(batches: Sequence[RankBatch]) -> list[TrainSequence]:
-    """Returns the sequences of all data ranks, minibatches and microbatches."""
-    micros = [micro for batch in batches for minibatch in batch.minibatches for micro in minibatch]
-    return [sequence for micro in micros for sequence in micro.sequences]
 
 
 def _routed(sequences: Sequence[TrainSequence]) -> int:
@@ -227,7 +222,7 @@ def step_proof(run: TrainRun, sampled: Sampled, trained: Trained) -> StepProof |
     """
     if (update := trained.policy) is None:
         return None
-    recipe, sequences = run.recipe, sequences_of(trained.batches)
+    recipe, sequences = run.recipe, sequences_of(*trained.batches)
     samples = [sample for group in sampled.groups for sample in group.samples]
     by_token = np.concatenate([samples[row].versions for row in {sequence.row for sequence in sequences}])
     versions, counts = np.unique(by_token, return_counts=True)

@@ -188,15 +188,23 @@ def teacher_logprobs(rank: TrainRank, batch: RankBatch, advantages: Any, recipe:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_teachers_logprobs_are_those_of_its_tokens_alone(offload, case, teacher):
+@pytest.mark.parametrize("reads_more", [False, True])
+def test_a_teachers_logprobs_are_those_of_its_tokens_alone(offload, reads_more, case, teacher):
+    """`reads_more`: the teacher has prompts of its own."""
     layout = ParallelLayout(tensor=2) if offload else ParallelLayout(pipeline=2)
+    prompts = [np.arange(3 + sequence.row, dtype=np.int64) for sequence in case.sequences]
+    if reads_more:
+        pairs = zip(case.sequences, prompts, strict=True)
+        case = replace(case, sequences=[replace(one, prompt_of_teacher=prompt) for one, prompt in pairs])
     recipe = recipe_of(layout, {"name": "sampled_token"}, offload=offload, rewards=True)
     numbers, outside, inside = zip(*on_ranks(teacher_logprobs, recipe, case, recipe, teacher), strict=True)
     model, wanted = load_reference(teacher), []
-    for sequence in case.sequences:
+    for sequence, prompt in zip(case.sequences, prompts, strict=True):
+        response = sequence.tokens[sequence.loss_mask]
+        tokens = np.concatenate([prompt if reads_more else sequence.tokens[~sequence.loss_mask], response])
         with torch.no_grad():
-            log_q = logprobs_of(model, sequence.tokens, TEMPERATURE)
-        of_tokens = log_q.gather(1, torch.from_numpy(sequence.tokens)[1:, None])[:, 0].numpy()[sequence.loss_mask[1:]]
+            log_q = logprobs_of(model, tokens, TEMPERATURE)[-len(response) :]
+        of_tokens = log_q.gather(1, torch.from_numpy(response)[:, None])[:, 0].numpy()
         wanted.append(of_tokens if sequence.teacher == ON_RANKS else np.full(len(of_tokens), np.nan))
     np.testing.assert_allclose(of_all_tokens(numbers), np.concatenate(wanted), atol=3e-6)
     assert (outside[0] < 0.3 * inside[0]) if offload else outside == inside

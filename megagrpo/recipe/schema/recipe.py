@@ -70,6 +70,15 @@ TEACHER_RULES: Rules[Recipe] = {
         for field in r.rollout.narrowing
         if at["objective"].name == "sampled_token"  # type: ignore[attr-defined]
     ),
+    "teachers_system_with_agent": lambda r: (
+        (distillation := r.algorithm.distillation) is not None and distillation.system is not None and r.agent
+    ),
+    "teachers_system_over_context_ranks": lambda r: (
+        (distillation := r.algorithm.distillation) is not None
+        and distillation.system is not None
+        and r.teachers_on_ranks
+        and r.train.layout.context > 1
+    ),
     "turns_of_teachers_on_ranks": lambda r: r.ranks_advise and r.algorithm.credit.by_turn,
 }
 
@@ -120,6 +129,13 @@ class Recipe(Section):
         if self.agent and self.agent.tokens_max is not None:
             return self.agent.tokens_max
         return self.data.prompt_tokens_max + self.rollout.response_tokens_max
+
+    @property
+    def taught_tokens_max(self) -> int:
+        """Returns the most tokens of a sequence that teachers read."""
+        distillation = self.algorithm.distillation
+        added = distillation.system_tokens_max if distillation and distillation.system is not None else 0
+        return self.sequence_tokens_max + added
 
     @property
     def sequence_described(self) -> str:
