@@ -29,7 +29,7 @@ from megagrpo.megatron.heads import (
 )
 
 LOW = 2**32 - 1
-"""Of an int64, the lower bits."""
+"""The lower bits of an int64."""
 
 Factors = tuple[float, float | None]
 """Scale and cap of logits, both divided by the temperature."""
@@ -37,7 +37,7 @@ Factors = tuple[float, float | None]
 
 @dataclass(frozen=True)
 class HeadScale:
-    """What a model's softmax takes of products x with its output matrix: scale x, or cap tanh(scale x / cap), each
+    """Factors of a model's logits, made of products x with its output matrix: scale x, or cap tanh(scale x / cap), each
     divided by the temperature."""
 
     scale: float = 1.0
