@@ -77,7 +77,7 @@ def vocabulary_divergence(
     gathers 7 numbers of each position from all tensor ranks; `jsd` computes all logits twice, and sums 2 more. The
     backward pass computes them again, and moves nothing.
     """
-    columns = chunk_columns or max(1, columns_at_once(len(positions), hidden.device) // 2)
+    columns = chunk_columns or columns_at_once(len(positions), hidden.device) // 2
     chosen: Tensor = Collect.apply(hidden, positions)
     of_teacher = teacher_hidden.detach(), teacher_weight.detach()
     values, agree = _VocabularyDivergence.apply(
@@ -115,13 +115,15 @@ def top_logprobs(
     hidden: [n, hidden]; k: at most shard.vocab. Both are equal on all tensor ranks, which gather k + 1 numbers of each
     row. Of equally likely ids the lower comes first.
     """
-    columns = chunk_columns or max(1, columns_at_once(len(hidden), hidden.device) // 2)
+    columns = chunk_columns or columns_at_once(len(hidden), hidden.device) // 2
     best = torch.full((len(hidden), k), torch.iinfo(torch.int64).min, device=hidden.device)
     normalizer = torch.full((len(hidden),), LOWEST, dtype=torch.float64, device=hidden.device)
     for part in vocabulary_parts(shard.real_rows(len(weight)), columns):
         logits = product(hidden, weight[part].t())
         logits = scaled(logits, *scale.factors, logits)
-        normalizer = torch.logaddexp(normalizer, logits.logsumexp(-1).double())
+        top = logits.amax(-1)
+        total = (logits - top[:, None]).exp_().sum(-1)
+        normalizer = torch.logaddexp(normalizer, top + total.double().log())
         keys = _keys(logits, shard.first + part.start)
         best = torch.cat([best, keys.topk(min(k, keys.shape[1])).values], 1).topk(k).values
     best = torch.cat(_of_ranks(best, shard), 1).topk(k).values
@@ -157,33 +159,32 @@ class _VocabularyDivergence(torch.autograd.Function):
         found, *others = _of_ranks(found, shard)
         for of_rank in others:
             found = merged(found, of_rank)
-        (tops, ids, totals), weighted = found[:6].view(3, 2, -1), found[6]
-        normalizers = tops + totals.log()
-        normalizers = (normalizers.flip(0) if order < 0 else normalizers).float()
+        (tops, ids, totals), mean = found[:6].view(3, 2, -1), found[6] / found[4]
+        values, agree = mean - (totals[0] / totals[1]).log(), ids[0] == ids[1]
+        if order < 0:
+            tops, totals = tops.flip(0), totals.flip(0)
+        tops, totals = tops.float(), totals.float()
         if divergence == "jsd":
             shares = hidden.new_zeros(2, len(hidden), dtype=torch.float64)
             for part in vocabulary_parts(rows, columns):
-                shares += of_mixture(*_logits(both, part), normalizers, factors, beta)
+                shares += of_mixture(*_logits(both, part), tops, totals, factors, beta)
             of_teacher, mean = torch.stack(_of_ranks(shares, shard)).sum(0)
             values = of_teacher + mean
-        else:
-            values = mean = weighted / totals[0] - (totals[0] / totals[1]).log()
-        agree = ids[0] == ids[1]
-        ctx.save_for_backward(*both, normalizers, mean.float())
+        ctx.save_for_backward(*both, tops, totals, mean.float())
         ctx.constants = rows, divergence, beta, factors, columns
         ctx.mark_non_differentiable(agree)
         return values.clamp(min=0).float(), agree
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-        *both, normalizers, mean = ctx.saved_tensors
+        *both, tops, totals, mean = ctx.saved_tensors
         hidden, weight, *_ = both
         rows, *constants, columns = ctx.constants
         hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         gradient_of = compiled(_gradient, hidden.is_cuda)
         for part in vocabulary_parts(rows, columns):
-            gradient = gradient_of(*_logits(both, part), normalizers, mean, grad, *constants, weight.dtype)
+            gradient = gradient_of(*_logits(both, part), tops, totals, mean, grad, *constants, weight.dtype)
             hidden_grad += product(gradient, weight[part])
             if weight_grad is not None:
                 torch.mm(gradient.t(), hidden, out=weight_grad[part])
@@ -214,16 +215,16 @@ def _sums(first: Tensor, second: Tensor, factors: tuple[Factors, Factors], weigh
     takes time.
     """
     lowered, tops, columns = [], [], []
-    for logits, (scale, cap) in zip((first, second), factors, strict=True):
+    for logits, of_model in zip((first, second), factors, strict=True):
         memory = None if torch.compiler.is_compiling() else logits
-        x = scaled(logits, scale, cap, memory)
+        x = scaled(logits, *of_model, memory)
         top, column = x.max(-1)
         lowered.append(torch.sub(x, top[:, None], out=memory))
         tops.append(top)
         columns.append(column)
     difference = lowered[0] - lowered[1] if weighted else None
     exponentials = [y.exp_() for y in lowered]
-    weights = torch.zeros_like(tops[0]) if difference is None else torch.linalg.vecdot(exponentials[0], difference)
+    weights = torch.zeros_like(tops[0]) if difference is None else difference.mul_(exponentials[0]).sum(-1)
     totals = (each.sum(-1) for each in exponentials)
     return torch.stack([each.double() for each in (*tops, *columns, *totals, weights)])
 
@@ -241,10 +242,13 @@ def _merged(left: Tensor, right: Tensor) -> Tensor:
     return torch.cat([tops, ids, totals, weighted])
 
 
-def _log_softmax(logits: Tensor, normalizer: Tensor, factors: Factors) -> Tensor:
-    """Returns the logprobs of a part's ids, which may be changed in place; memory as in `_sums`."""
+def _lowered(logits: Tensor, top: Tensor, factors: Factors) -> Tensor:
+    """Returns x - highest of a part, which may be changed in place; memory as in `_sums`.
+
+    With the whole normalizer subtracted, rounding it would be felt: it is as large as logits are.
+    """
     memory = None if torch.compiler.is_compiling() else logits
-    return torch.sub(scaled(logits, *factors, memory), normalizer[:, None], out=memory)
+    return torch.sub(scaled(logits, *factors, memory), top[:, None], out=memory)
 
 
 def _log_p_of_mixture(log_ratio: Tensor, beta: float) -> Tensor:
@@ -253,22 +257,27 @@ def _log_p_of_mixture(log_ratio: Tensor, beta: float) -> Tensor:
 
 
 def _mixture_sums(
-    student: Tensor, teacher: Tensor, normalizers: Tensor, factors: tuple[Factors, Factors], beta: float
+    student: Tensor,
+    teacher: Tensor,
+    tops: Tensor,
+    totals: Tensor,
+    factors: tuple[Factors, Factors],
+    beta: float,
 ) -> Tensor:
     """Returns the sums of beta q log q / m and of (1 - beta) p log p / m over a part, [2, n]."""
-    log_p = _log_softmax(student, normalizers[0], factors[0])
-    log_q = _log_softmax(teacher, normalizers[1], factors[1])
-    log_ratio = (log_q - log_p).clamp_(max=RATIO_MAX)
+    y, z = _lowered(student, tops[0], factors[0]), _lowered(teacher, tops[1], factors[1])
+    log_ratio = (z - y).add_((totals[0] / totals[1]).log()[:, None]).clamp_(max=RATIO_MAX)
     of_mixture = _log_p_of_mixture(log_ratio.clone(), beta)
-    of_student = torch.linalg.vecdot(log_p.exp_(), of_mixture)
-    of_teacher = torch.linalg.vecdot(log_q.exp_(), log_ratio.add_(of_mixture))
+    of_student = y.exp_().mul_(of_mixture).sum(-1) / totals[0]
+    of_teacher = z.exp_().mul_(log_ratio.add_(of_mixture)).sum(-1) / totals[1]
     return torch.stack([beta * of_teacher, (1 - beta) * of_student])
 
 
 def _gradient(
     student: Tensor,
     teacher: Tensor,
-    normalizers: Tensor,
+    tops: Tensor,
+    totals: Tensor,
     mean: Tensor,
     grad: Tensor,
     divergence: Divergence,
@@ -278,20 +287,21 @@ def _gradient(
 ) -> Tensor:
     """Returns the loss's gradient for the student's logits of a part, in `dtype`; memory as in `_sums`.
 
-    d divergence / d x_j = p_j - q_j (forward), p_j (g_j - mean), with g = log p / q (reverse) or (1 - beta) log p / m
-    (jsd), and mean = sum p g, [n];  d x / d logit = scale (1 - (x / cap)^2)
+    d divergence / d x_j = p_j - q_j (forward), p_j (g_j - mean), with g = log p / q but for a constant (reverse) or
+    (1 - beta) log p / m (jsd), and mean = sum p g, [n];  d x / d logit = scale (1 - (x / cap)^2)
     """
-    log_p = _log_softmax(student, normalizers[0], factors[0])
-    log_q = _log_softmax(teacher, normalizers[1], factors[1])
+    y, z = _lowered(student, tops[0], factors[0]), _lowered(teacher, tops[1], factors[1])
     scale, cap = factors[0]
-    slope = None if cap is None else (log_p + normalizers[0, :, None]).square_().mul_(-scale / cap**2).add_(scale)
+    slope = None if cap is None else (y + tops[0, :, None]).square_().mul_(-scale / cap**2).add_(scale)
+    ratio = (totals[0] / totals[1])[:, None]
     if divergence == "forward_kl":
-        gradient = log_p.exp_().sub_(log_q.exp_())
+        gradient = y.exp_().addcmul_(z.exp_(), -ratio)
     else:
-        log_ratio = log_q.sub_(log_p)
-        g = log_ratio.neg_() if divergence == "reverse_kl" else _log_p_of_mixture(log_ratio, beta).mul_(1 - beta)
-        gradient = g.sub_(mean[:, None]).mul_(log_p.exp_())
-    gradient = gradient.mul_(scale * grad[:, None] if slope is None else slope.mul_(grad[:, None]))
+        z.sub_(y)
+        g = z.neg_() if divergence == "reverse_kl" else _log_p_of_mixture(z.add_(ratio.log()), beta).mul_(1 - beta)
+        gradient = g.sub_(mean[:, None]).mul_(y.exp_())
+    factor = (grad / totals[0])[:, None]  # p is e^y / total
+    gradient = gradient.mul_(factor * scale if slope is None else slope.mul_(factor))
     return gradient.to(dtype)
 
 
