@@ -38,7 +38,7 @@ BUDGETS = {
     ("cluster",): 3_358,
     ("trainer", "evaluation"): 4_514,
     ("recipe", "preflight", "doctor"): 6_093,
-    ("plan",): 5_252,
+    ("plan",): 5_270,
     ("data",): 2_722,
     ("reward",): 7_674,
     ("agents",): 5_158,
@@ -50,7 +50,7 @@ LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=370),
-    "tests": Limits(lines=59_143, lines_of_file=600, files=None),
+    "tests": Limits(lines=59_144, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (15, 6), "A metric's walk": (5, 3)}

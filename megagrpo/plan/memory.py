@@ -18,7 +18,14 @@ from megagrpo.plan.activations import RankPass
 from megagrpo.plan.assumptions import longest_sequence, minibatch_sequences, sampled_tokens_max
 from megagrpo.plan.case import Case
 from megagrpo.plan.engine import GIB, MIB, EngineMemory
-from megagrpo.plan.other_models import bytes_beside, heads_again, offloaded_bytes, teacher_cases, teacher_parameters
+from megagrpo.plan.other_models import (
+    bytes_beside,
+    heads_again,
+    offloaded_bytes,
+    output_bytes,
+    teacher_cases,
+    teacher_parameters,
+)
 from megagrpo.plan.parameters import (
     BLOCK_ELEMENT_BYTES,
     RankParameters,
@@ -371,19 +378,19 @@ def _batch(case: Case, stage: Stage, sequences: int) -> Iterator[Part]:
 
 
 def _teacher_parts(case: Case, index: int, stage: Stage, sequences: int) -> Iterator[tuple[Part, Sequence[str]]]:
-    """Yields what teachers hold on a rank, each with its phases: weights; and for a loss of whole distributions, hidden
-    states of the step's response tokens, the output layer and a chunk of logits."""
+    """Yields what teachers hold on a rank, each with its phases: weights; and for a divergence in the loss, hidden
+    states of the step's response tokens and a chunk of logits."""
     split, again = ("train.layout.tensor", "train.layout.pipeline"), heads_again(case)
     for name, held in teacher_parameters(case, index).items():
         size, moves = held.total * case.item_bytes, getattr(case.grpo.teachers[name], "offload", False)
         part = Part(f"teacher {name}", size, split if moves else (f"teachers.{name}.offload", *split))
         yield part, ("logprobs",) if moves else PHASES
-        if moves and name in again and stage.head:
-            yield replace(part, bytes=(held.head or held.embedding) * case.item_bytes), ("update",)
+        if moves and stage.head:  # its output matrix stays
+            yield replace(part, bytes=output_bytes(case, name, index)), ("rollout", "update", "weight_sync")
     if again and stage.head:
         recipe, models = case.grpo, again.values()
         tokens = min(_rank_tokens(case), sequences * sampled_tokens_max(recipe)) * recipe.algorithm.minibatches
-        hidden = tokens * max(of.architecture.hidden for of in models) * case.item_bytes
+        hidden = tokens * sum(of.architecture.hidden for of in models) * case.item_bytes
         yield Part("teachers' hidden states", hidden, ("train.layout.data", "rollout.prompts_per_step")), PHASES[1:3]
         logits = max((work := pass_of(of)).logits_bytes(work.tokens, gradients=False, entropy=False) for of in models)
         yield Part("teachers' logits", logits, ("train.tokens_per_microbatch", "train.layout.tensor")), ("update",)

@@ -55,19 +55,26 @@ def teacher_parameters(case: Case, stage: int) -> dict[str, RankParameters]:
     return {name: rank_parameters(arch, case.layout, stage, case.fused_layers) for name, arch in models}
 
 
+def output_bytes(case: Case, name: str, stage: int) -> int:
+    """Returns the bytes of a teacher's output matrix on a rank of a stage, which stay on the device."""
+    held = teacher_parameters(case, stage)[name]
+    return (held.head or held.embedding) * case.item_bytes if stage == case.layout.pipeline - 1 else 0
+
+
 def offloaded_bytes(case: Case, stage: int) -> int:
     """Returns the bytes of teachers that are on a rank of a stage for their passes alone."""
     teachers = case.recipe.teachers if isinstance(case.recipe, Recipe) else {}
-    held = {name: one.total * case.item_bytes for name, one in teacher_parameters(case, stage).items()}
-    return sum(size for name, size in held.items() if getattr(teachers[name], "offload", False))
+    moving = [name for name in case.teachers if getattr(teachers[name], "offload", False)]
+    held = teacher_parameters(case, stage)
+    return sum(held[name].total * case.item_bytes - output_bytes(case, name, stage) for name in moving)
 
 
 def heads_again(case: Case) -> dict[str, Case]:
-    """Returns the cases of teachers on the ranks whose output layers an update passes through: the loss needs their
-    logits, which are made from the hidden states of their passes."""
+    """Returns the cases of teachers on the ranks whose output layers an update passes through: a loss with a divergence
+    makes their logits from the hidden states that their passes keep."""
     recipe = case.recipe
     distillation = recipe.algorithm.distillation if isinstance(recipe, Recipe) else None
-    if not isinstance(recipe, Recipe) or distillation is None or not distillation.objective.on_ranks:
+    if not isinstance(recipe, Recipe) or distillation is None or not distillation.objective.in_loss:
         return {}
     cases = teacher_cases(case)
     return {name: cases.get(name, case) for name in recipe.teachers_on_ranks}
@@ -93,8 +100,8 @@ def lines_of_teachers(case: Case) -> Iterator[tuple[str, str]]:
             largest = max((of_stage[name].total * case.item_bytes for of_stage in held if name in of_stage), default=0)
             text = f"{teacher.path} on the training ranks, {byte_text(largest)} of weights on each, in all phases"
             if teacher.offload:
-                seconds = second_text(2 * largest / case.assumptions.host_bytes_per_second)
-                text = text.replace("in all phases", f"there in its pass alone: moving it takes {seconds} of a step")
+                seconds = second_text(largest / case.assumptions.host_bytes_per_second)
+                text = text.replace("in all phases", f"there in its pass alone: its way takes {seconds} of a step")
         else:
             shared = ", which the KL penalty has too" if recipe.algorithm.kl.coefficient else ""
             text = f"the reference policy{shared}"

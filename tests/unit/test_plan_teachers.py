@@ -69,13 +69,14 @@ def test_an_offloaded_teacher_is_on_the_device_in_its_pass_alone_and_takes_time_
         if one.time
     )
     moved = of_moves - of_stays
-    assert moved == pytest.approx(2 * size / moves.assumptions.host_bytes_per_second)
-    assert host_bytes(moves)[0] - host_bytes(stays)[0] >= 8 * size
-    assert "moving it takes" in moves.summary["teacher big"]
+    assert moved == pytest.approx(size / moves.assumptions.host_bytes_per_second)
+    largest = max(size, held(moves, 1)["logprobs"]["teacher big"] - held(moves, 1)["update"]["teacher big"])
+    assert host_bytes(moves)[0] - host_bytes(stays)[0] == pytest.approx(8 * largest, rel=1e-4)
+    assert "its way takes" in moves.summary["teacher big"]
     assert "in all phases" in stays.summary["teacher big"]
 
 
-def test_a_loss_of_whole_distributions_keeps_hidden_states_of_the_steps_responses_on_the_last_stage() -> None:
+def test_a_divergence_in_the_loss_keeps_hidden_states_of_the_steps_responses_on_the_last_stage() -> None:
     plan, teacher = planned(ranks(offload=True), FULL), known_model(QWEN_32B)
     recipe = plan.grpo
     responses = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt // plan.layout.data
