@@ -302,14 +302,11 @@ def training_phases(case: Case) -> dict[str, Seconds]:
     passes = {"old": algorithm.computes_old_logprobs, "reference": recipe.keeps_reference}
     for name in (name for name, made in passes.items() if made):
         before |= _named(name, ranks.forward_seconds(batch))
-    update, its_rows = (
-        ranks.update_seconds(minibatch),
-        1 / max(1, len(recipe.teachers)),
-    )  # as if they were shared evenly
+    update = ranks.update_seconds(minibatch)
     for name, of in teacher_cases(case).items():  # each reads the whole batch
         before |= _named(f"teacher {name}", TrainingRanks(of).forward_seconds(batch))
-    for name, of in heads_again(case).items():
-        again = TrainingRanks(of).head_seconds(FORWARD, minibatch.share(its_rows))
+    for name, of in heads_again(case).items():  # at its own rows, as if all had equally many
+        again = TrainingRanks(of).head_seconds(FORWARD, minibatch.share(1 / len(recipe.teachers)))
         update |= _named(f"teacher {name}", {"output layer": again})
     if algorithm.critic is not None:
         whole = recipe.train.model_copy(update={"lora": None})  # adapters are never on a critic
@@ -330,7 +327,7 @@ def _driver(case: Case, responses: float) -> Seconds:
     if isinstance(case.recipe, Recipe) and (train.offload or offloaded_bytes(case, 0)):
         # Gradients are not copied: they come back as zeros.
         held = {name: size for name, size in model_parts(case, 0).items() if name != "gradients"}
-        moved = sum(size for name, size in held.items() if name in train.offload)
-        moved += offloaded_bytes(case, 0) / 2  # teachers do not change: one way
-        seconds["to the host and back"] = 2 * moved / assumed.host_bytes_per_second
+        moved = 2 * sum(size for name, size in held.items() if name in train.offload)
+        moved += offloaded_bytes(case, 0)  # teachers do not change: one way
+        seconds["to the host and back"] = moved / assumed.host_bytes_per_second
     return seconds
