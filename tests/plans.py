@@ -13,6 +13,7 @@ from megagrpo.plan.parameters import known_models
 from megagrpo.plan.plan import Plan, plan_of
 from megagrpo.plan.search import Search, search
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megagrpo.recipe.schema.teachers import RanksTeacherConfig
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
 
@@ -125,7 +126,9 @@ def plan(values: Mapping[str, Any] = MappingProxyType({}), *, given: Sequence[st
 
 
 def planned(of: Recipe, given: Sequence[str] = (), critic: Architecture | None = None) -> Plan:
-    return plan_of(of, architecture(of), given=given, critic=critic)
+    on_ranks = {name: one for name, one in of.teachers.items() if isinstance(one, RanksTeacherConfig)}
+    teachers = {name: known_model(one.path) for name, one in on_ranks.items()}
+    return plan_of(of, architecture(of), given=given, critic=critic, teachers=teachers)
 
 
 def searched(of: Recipe, gpus: int) -> Search:

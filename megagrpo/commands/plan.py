@@ -51,6 +51,7 @@ def plan(args: argparse.Namespace) -> int:
         epoch_rows=ready.epoch_rows,
         found=ready.found,
         critic=read_architecture(ready.critic_directory) if ready.critic_directory else None,
+        teachers={name: read_architecture(path) for name, path in ready.teachers.items()},
     )
     cannot_run = impossible(planned)
     searched = search(planned, args.gpus) if args.search else None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megagrpo.importing.options import NotKnownError, Options, number, set_name, text, texts, truth, whole
-from megagrpo.importing.rows import Answer, Missing, Nothing, Write, microbatches, ranks_of, recomputed
+from megagrpo.importing.rows import Answer, Missing, Nothing, Together, Write, microbatches, ranks_of, recomputed
 
 
 def longest(options: Options) -> int:
@@ -84,6 +84,22 @@ def recompute(value: Any, options: Options) -> Answer:
 
 def resampled(_: Any, __: Options) -> Answer:
     return Write({"rollout.dynamic_sampling.rounds_max": 4})
+
+
+def teacher(value: Any, options: Options) -> Answer:
+    """Returns the teacher of --opd-type: a server at --rm-url, or weights on the ranks."""
+    kind = options["opd_type"]
+    if kind == "sglang":
+        url, tokenizer = text(options["rm_url"]).removesuffix("/generate"), text(options["hf_checkpoint"])
+        return Write({"teachers": {"teacher": {"kind": "external", "url": url, "tokenizer": tokenizer}}})
+    if kind == "megatron":
+        path, note = text(options["opd_teacher_load"]), "a Hugging Face directory here: `megagrpo convert`"
+        return Write({"teachers": {"teacher": {"kind": "ranks", "path": path}}}, note)
+    return Missing("teachers are servers or on the ranks, and see the tokens that the policy sees")
+
+
+def server(value: Any, options: Options) -> Answer:
+    return Together() if truth(options["use_opd"]) else Missing("function: remote asks a server")
 
 
 def tracking(value: Any, options: Options) -> Answer:

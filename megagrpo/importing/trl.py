@@ -14,6 +14,10 @@ from megagrpo.importing.shell_words import UNKNOWN
 
 PYTHON_OBJECTS = ("train_dataset", "eval_dataset", "reward_funcs", "peft_config", "processing_class")
 """Arguments of GRPOTrainer that no recipe can hold."""
+REWARD = {"reward.functions": ([{"function": "rewards.py:reward"}], "a place for your reward function")}
+CONFIGS = ("GRPOConfig", "GKDConfig")
+GKD = {"num_generations": 1, "temperature": 0.9, "max_new_tokens": 128, "lmbda": 0.5}
+"""GKDConfig's defaults, where they differ from GRPOConfig's or have no counterpart."""
 LOSSES = {
     "grpo": ("ppo_clip", "seq_mean_token_mean"),
     "dapo": ("ppo_clip", "token_mean"),
@@ -36,14 +40,20 @@ def python_options(path: Path) -> dict[str, Given]:
         if not isinstance(node, ast.Call):
             continue
         name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+        if name == "GKDConfig":
+            defaults = {option: Given(option, value, node.lineno) for option, value in GKD.items()}
+            given = defaults | given
         for keyword in node.keywords:
-            wanted = name == "GRPOConfig" or (name == "GRPOTrainer" and keyword.arg in ("model", *PYTHON_OBJECTS))
+            of_trainer = name in ("GRPOTrainer", "GKDTrainer")
+            wanted = name in CONFIGS or (of_trainer and keyword.arg in ("model", "teacher_model", *PYTHON_OBJECTS))
             if wanted and keyword.arg:
                 is_object = keyword.arg in PYTHON_OBJECTS
                 value = ast.unparse(keyword.value) if is_object else _literal(keyword.value)
-                given[keyword.arg] = Given(keyword.arg, value, keyword.value.lineno)
+                option = "GKDConfig.beta" if (name, keyword.arg) == ("GKDConfig", "beta") else keyword.arg
+                given[option] = Given(option, value, keyword.value.lineno)
     if not given:
-        raise RecipeError(Problem(str(path), "no GRPOConfig(...) with arguments", "a Python file that makes one"))
+        needed = "a Python file that makes one, or a GKDConfig(...)"
+        raise RecipeError(Problem(str(path), "no GRPOConfig(...) with arguments", needed))
     return given
 
 
@@ -145,6 +155,20 @@ def data(value: Any, options: Options) -> Answer:
     return Write({"data.train": files}, "a data set of the hub; or a file or a folder")
 
 
+def teacher(value: Any, options: Options) -> Answer:
+    """Returns GKD's teacher, on the ranks, with the divergence that its beta chooses."""
+    beta = options.number("GKDConfig.beta")
+    ends = {0: "forward_kl", 1: "reverse_kl"}
+    divergence = {"divergence": ends[int(beta)]} if beta in ends else {"divergence": "jsd", "beta": beta}
+    objective = {"name": "full_vocabulary", "temperature": 1.0, **divergence}
+    teachers = {"teacher": {"kind": "ranks", "path": text(value)}}
+    return Write({"teachers": teachers, "algorithm.distillation.objective": objective})
+
+
+def on_policy(value: Any, _: Options) -> Answer:
+    return Nothing("as here") if number(value) == 1 else Missing("all responses are sampled by the policy, as with 1")
+
+
 def tracking(value: Any, _: Options) -> Answer:
     return Write({"track.wandb.project": "trl"}) if "wandb" in texts(value) else Nothing("MLflow and files are on")
 
@@ -159,6 +183,6 @@ def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any,
         "train.tokens_per_microbatch": microbatches(longest),
         "data.prompt_tokens_max": (1024, "no limit there; choose one"),
         "data.train": ([{"path": "data/train.parquet"}], "a place for your data: prompts with ground truths"),
-        "reward.functions": ([{"function": "rewards.py:reward"}], "a place for your reward function"),
+        **({} if "teachers" in fields else REWARD),
         "model.path": ("models/POLICY", "a place for your model"),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -379,6 +380,52 @@ def recompute(value: Any, options: Options) -> Answer:
     return recomputed(value, options, f"{TRANSFORMER}.")
 
 
+def teachers(value: Any, options: Options) -> Answer:
+    """Returns servers by the names of teacher_models, or the only one of teacher_model; its key says for which rows."""
+    base, found = "distillation.teacher_models", dict[str, dict[str, Any]]()
+    paths = [
+        name for name in options.given if re.fullmatch(r"distillation\.teacher_model(s\.[^.]+)?\.model_path", name)
+    ]
+    by_source: dict[str, str] = {}
+    replicas = 1
+    for path in paths:
+        above = path.removesuffix(".model_path")
+        name = set_name(above.rpartition(".")[2])
+        engine = options[f"{above}.inference.name"] or options[f"{ROLLOUT}.name"]
+        ranks = options[f"{above}.inference.tensor_model_parallel_size"]
+        server = {"kind": "server", "engine": "sglang" if engine == "sglang" else "vllm", "path": text(options[path])}
+        found[name] = server | {"devices": 2 if ranks is None else whole(ranks)}
+        replicas = max(replicas, whole(options[f"{above}.num_replicas"] or 1))
+        if (key := options[f"{above}.key"]) is not None and len(paths) > 1:
+            by_source[text(key)] = name
+    if not found:
+        return Missing(f"no model: give {base}.teacher_model.model_path")
+    fields: dict[str, Any] = {"teachers": found}
+    if by_source:
+        fields["algorithm.distillation.by_source"] = by_source
+    return Write(fields, "a teacher has one server here, of `devices` devices" if replicas > 1 else "")
+
+
+def objective(value: Any, options: Options) -> Answer:
+    name, section = text(value), "algorithm.distillation.objective"
+    by_gradient = options.true("distillation.distillation_loss.use_policy_gradient")
+    if name in ("forward_kl_topk", "forward_kl_topk_tail") and not by_gradient:
+        k = options.whole("distillation.distillation_loss.topk")
+        note = "" if name.endswith("tail") else "all other ids are one event here, and are left out there"
+        return Write({section: {"name": "teacher_top_k", "k": k, "divergence": "forward_kl"}}, note)
+    if name in ("kl", "k1") and by_gradient:
+        return Write({section: "sampled_token"})
+    return Missing(
+        "in the loss are divergences of distributions, in the advantages sampled_token: docs/distillation.md"
+    )
+
+
+def rewarded(options: Options) -> bool:
+    names = ("use_task_rewards", "use_policy_loss")
+    rewards = [options.true(f"distillation.distillation_loss.{name}") for name in names]
+    return not options.true("distillation.enabled") or all(rewards)
+
+
 def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
     more: dict[str, tuple[Any, str]] = {
         "cluster.device": ("cuda", "verl runs on GPUs"),
@@ -386,7 +433,7 @@ def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any,
     }
     if fields.get("rollout.engine") == "sglang":
         more["rollout.sglang.enable_memory_saver"] = (True, "engines give their memory back while training")
-    if "reward.functions" not in fields:
+    if "reward.functions" not in fields and rewarded(options):
         more["reward.by_source"] = (REWARDS, "what verl's default_compute_score chooses by data_source")
     if ENGINES[trained_by(options)] != "constant":
         more["train.optimizer.schedule"] = (ENGINES[trained_by(options)], f"{trained_by(options)}'s default there")

@@ -127,7 +127,7 @@ class Case:
     """A recipe whose rules hold, with all other inputs of an estimate.
 
     `machines` are A_CPU on CPUs, and None for GPUs of an unknown kind. `critic` is the model of algorithm.critic.path,
-    if it is another than the policy's.
+    if it is another than the policy's. `teachers` are those of kind ranks, by their names.
     """
 
     recipe: AnyRecipe
@@ -135,6 +135,7 @@ class Case:
     machines: Machines | None
     assumptions: Assumptions = field(default_factory=Assumptions)
     critic: Architecture | None = None
+    teachers: Mapping[str, Architecture] = field(default_factory=dict)
 
     @cached_property
     def device(self) -> str:

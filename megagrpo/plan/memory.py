@@ -7,20 +7,25 @@ exact each part is.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
-from pathlib import Path
 
-from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.activations import RankPass
 from megagrpo.plan.assumptions import longest_sequence, minibatch_sequences, sampled_tokens_max
 from megagrpo.plan.case import Case
 from megagrpo.plan.engine import GIB, MIB, EngineMemory
+from megagrpo.plan.other_models import (
+    bytes_beside,
+    heads_again,
+    offloaded_bytes,
+    output_bytes,
+    teacher_cases,
+    teacher_parameters,
+)
 from megagrpo.plan.parameters import (
     BLOCK_ELEMENT_BYTES,
     RankParameters,
@@ -36,7 +41,6 @@ from megagrpo.recipe.defaults import kept_ids, maps_gpu_memory, replayed_routes
 from megagrpo.recipe.schema import AnyRecipe, Recipe, TrainConfig
 from megagrpo.types import GATHERED_IDS
 from megagrpo.weights.families.architecture import Architecture, critic_of
-from megagrpo.weights.sides.checkpoint import file_tensors
 
 CONTEXT_BYTES = 512 * MIB
 """CUDA's context and libraries' workspaces of each process. Assumed: 0.4 to 0.6 GiB on recent GPUs."""
@@ -168,7 +172,7 @@ def model_parts(case: Case, stage: int) -> dict[str, int]:
         "gradients": gradient_bytes * (trained + policy.padding),
         "optimizer": policy.optimizer_bytes(train, case.layout, item),
     }
-    if isinstance(recipe, Recipe) and recipe.algorithm.kl.coefficient > 0:
+    if isinstance(recipe, Recipe) and recipe.keeps_reference:
         average = recipe.algorithm.reference.update_every_steps is not None and recipe.algorithm.reference.share < 1
         sizes["reference"] = trained * (item + (4 if average and item < 4 else 0))  # averages are in float32 besides
     for critic in critics:
@@ -178,16 +182,16 @@ def model_parts(case: Case, stage: int) -> dict[str, int]:
 
 
 def host_bytes(case: Case) -> tuple[int, int, int]:
-    """Returns the host bytes on the fullest node: of train.offload's parts (gradients take none: zeros replace them),
-    of copies for checkpoints, and of copies of models to export during training. Ranks with the same weights copy a
-    share each."""
+    """Returns the host bytes on the fullest node: of teachers and train.offload's parts (gradients take none: zeros
+    replace them), of copies for checkpoints, and of copies of models to export during training. Ranks with the same
+    weights copy a share each."""
     recipe, arch, layout = case.recipe, case.architecture, case.layout
     away = set(recipe.train.offload) - {"gradients"}
     state_bytes = 8 if recipe.train.optimizer.moment_dtype == "bfloat16" else 12
     item_bytes = 0 if recipe.checkpoint.export_every_steps is None else case.item_bytes
     of_stages = [
         (
-            sum(size for name, size in model_parts(case, stage).items() if name in away),
+            sum(size for name, size in model_parts(case, stage).items() if name in away) + offloaded_bytes(case, stage),
             saved_bytes(case, layout, stage, state_bytes),
             item_bytes * rank_parameters(arch, layout, stage, case.fused_layers).share(layout),
         )
@@ -206,8 +210,8 @@ def saved_bytes(case: Case, layout: ParallelLayout, stage: int, state_bytes: int
     policy, *critics = _trained(case, layout, stage)
     models = (policy, *critics)
     total = sum(state_bytes * of.trained.share(layout) - 4 * of.by_muon.share(layout) for of in models)
-    algorithm = case.recipe.algorithm if isinstance(case.recipe, Recipe) else None
-    if algorithm and algorithm.kl.coefficient and algorithm.reference.update_every_steps is not None:
+    recipe = case.recipe
+    if isinstance(recipe, Recipe) and recipe.keeps_reference and recipe.algorithm.reference.update_every_steps:
         total += 4 * policy.trained.share(layout)
     return total
 
@@ -301,8 +305,8 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
     phases: Sequence[str] = ("update",)
     movable: tuple[str, ...] = ()  # what lowers parts that can be away; engines on devices of their own need no room
     if isinstance(recipe, Recipe):
-        algorithm = recipe.algorithm
-        before_update = algorithm.computes_old_logprobs or algorithm.kl.coefficient > 0 or algorithm.critic is not None
+        before_update = recipe.algorithm.computes_old_logprobs or recipe.algorithm.critic is not None
+        before_update = before_update or recipe.keeps_reference or bool(recipe.teachers_on_ranks)
         phases = [phase for phase in PHASES if before_update or phase != "logprobs"]
         movable = ("train.offload",) if recipe.cluster.placement == "colocated" else ()
     served = _served_weights(case, index)
@@ -310,7 +314,11 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
     without: list[Part] = []
     if "logprobs" in phases:
         tokens = train.logprob_tokens_per_microbatch or train.tokens_per_microbatch
-        without = _without_gradients(train, replace(work, tokens=min(tokens, _rank_tokens(case))), stage) + served
+        for of in (case, *teacher_cases(case).values()):
+            its_stage = stages(len(of.architecture.layers), layout)[index]
+            passed = replace(pass_of(of), tokens=min(tokens, _rank_tokens(case)))
+            without = max(without, _without_gradients(train, passed, its_stage), key=_sum)
+        without = without + served
     passing = max(_sum(with_gradients), _sum(without))  # the most that passes of a step allocate at once
     sizes = model_parts(case, index)
     models = [Part(name, size, _lowered_by(name, train, arch)) for name, size in sizes.items()]
@@ -320,9 +328,10 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
     away = {"rollout": offload, "weight_sync": offload - {"parameters"}, "update": offload & {"reference"}}
     sync = list(_sync_parts(case, index, sizes["parameters"]))
     besides = {"weight_sync": batch + sync, "logprobs": batch + without, "update": batch + with_gradients}
-    parts_of = {}
+    parts_of, teachers = {}, list(_teacher_parts(case, index, stage, sequences))
     for phase in phases:
         parts = [part for part in resting.get(phase, models) if part.name not in away.get(phase, ())]
+        parts += [part for part, of_phases in teachers if phase in of_phases]
         parts = [replace(part, of_rank=True) for part in (*parts, *besides.get(phase, ()))]
         if case.device == "cuda":
             # Torch keeps the memory of passes that are over; an engine on the same device does not get it. Moving
@@ -366,6 +375,25 @@ def _batch(case: Case, stage: Stage, sequences: int) -> Iterator[Part]:
         of_token = 16 + (8 * ids if ids <= GATHERED_IDS else max(8 * GATHERED_IDS, 1 - -arch.vocab // 8))
         responses = min(tokens, sequences * steps * sampled_tokens_max(recipe))  # context ranks have unequal parts
         yield Part("kept sets", responses * of_token, ("rollout.top_k", "train.layout.context", *lowered))
+
+
+def _teacher_parts(case: Case, index: int, stage: Stage, sequences: int) -> Iterator[tuple[Part, Sequence[str]]]:
+    """Yields what teachers hold on a rank, each with its phases: weights; and for a divergence in the loss, hidden
+    states of the step's response tokens and a chunk of logits."""
+    split, again = ("train.layout.tensor", "train.layout.pipeline"), heads_again(case)
+    for name, held in teacher_parameters(case, index).items():
+        size, moves = held.total * case.item_bytes, getattr(case.grpo.teachers[name], "offload", False)
+        part = Part(f"teacher {name}", size, split if moves else (f"teachers.{name}.offload", *split))
+        yield part, ("logprobs",) if moves else PHASES
+        if moves and stage.head:  # its output matrix stays
+            yield replace(part, bytes=output_bytes(case, name, index)), ("rollout", "update", "weight_sync")
+    if again and stage.head:
+        recipe, models = case.grpo, again.values()
+        tokens = min(_rank_tokens(case), sequences * sampled_tokens_max(recipe)) * recipe.algorithm.minibatches
+        hidden = tokens * sum(of.architecture.hidden for of in models) * case.item_bytes
+        yield Part("teachers' hidden states", hidden, ("train.layout.data", "rollout.prompts_per_step")), PHASES[1:3]
+        logits = max((work := pass_of(of)).logits_bytes(work.tokens, gradients=False, entropy=False) for of in models)
+        yield Part("teachers' logits", logits, ("train.tokens_per_microbatch", "train.layout.tensor")), ("update",)
 
 
 def times_packed(train: TrainConfig) -> int:
@@ -466,22 +494,3 @@ def _engine_parts(case: Case, held: EngineMemory, phase: str, count: int, beside
         yield Part("engine context, NCCL", count * (CONTEXT_BYTES + nccl))
     if phase == "weight_sync" and (buckets := bucket_bytes(recipe, held.weights)):
         yield Part("engine sync buckets", count * buckets, ("weights.bucket_bytes",))
-
-
-def bytes_beside(recipe: Recipe, where: str, device: str) -> int | None:
-    """Returns the weight bytes of one of models_beside on each of its devices; None if its files are not here."""
-    config = recipe.models_beside[where]
-    parameters = stored_parameters(config.path)
-    if parameters is None:
-        return None
-    item = 4 if config.dtype == "float32" or (config.dtype == "auto" and device == "cpu") else 2
-    return parameters * item // max(1, config.devices)
-
-
-@lru_cache
-def stored_parameters(path: str) -> int | None:
-    """Returns the elements of all tensors in a model's directory; None if its files cannot be read."""
-    try:
-        return sum(math.prod(entry.shape) for _, entry in file_tensors(Path(path)).values()) or None
-    except ModelError:
-        return None

@@ -17,6 +17,7 @@ from megagrpo.plan.assumptions import Assumptions, assumptions_from, longest_seq
 from megagrpo.plan.case import Case, machines_of
 from megagrpo.plan.engine import EngineMemory
 from megagrpo.plan.memory import DeviceMemory, memory
+from megagrpo.plan.other_models import lines_of_teachers
 from megagrpo.plan.parameters import Stage, active_parameters, known_models, stages, total_parameters
 from megagrpo.plan.proofs import Proof, proofs_of
 from megagrpo.plan.schedules import SYNC, ScheduleTime, Work, compared, schedule_time
@@ -158,12 +159,13 @@ def plan_of(
     run_directory: Path | None = None,
     unchecked: Collection[str] = (),
     critic: Architecture | None = None,
+    teachers: Mapping[str, Architecture] = MappingProxyType({}),
     epoch_rows: int | None = None,
     found: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
     """Returns the plan of a recipe whose rules hold. `given` are assumptions as NAME=VALUE; `run_directory` calibrates
-    them; `critic` is the model of algorithm.critic.path, if it is another; `epoch_rows` are the rows counted in
-    data.train; `found` has lines of the summary, by name.
+    them; `critic` is the model of algorithm.critic.path, if it is another; `teachers` are those of kind ranks;
+    `epoch_rows` are the rows counted in data.train; `found` has lines of the summary, by name.
 
     Raises RecipeError for an unknown GPU or a wrong assumption, ReportError for a run without measurements.
     """
@@ -171,7 +173,7 @@ def plan_of(
     if assumptions.epoch_rows is None and epoch_rows is not None:
         assumptions, origins["epoch_rows"] = replace(assumptions, epoch_rows=epoch_rows), "counted"
     machines = machines_of(recipe, assumptions)
-    plan = Plan(recipe, architecture, machines, assumptions, critic, unchecked=tuple(unchecked), found=found)
+    plan = Plan(recipe, architecture, machines, assumptions, critic, teachers, unchecked=tuple(unchecked), found=found)
     names = {text.partition("=")[0].strip() for text in given}
     if run_directory is not None:
         before, measured = vars(assumptions), vars(calibrated(plan, run_directory))
@@ -326,6 +328,7 @@ def _summary(plan: Plan) -> Iterator[tuple[str, str]]:
             f"{byte_text(read)} read once, by the training ranks; engines begin without weights, which {spared}",
         )
     yield from _of_agent(plan)
+    yield from lines_of_teachers(plan) if isinstance(recipe, Recipe) else ()
     yield from plan.found.items()
 
 
@@ -337,7 +340,10 @@ def _of_grpo(recipe: Recipe, epoch_rows: float | None) -> Iterator[tuple[str, st
     yield "step", f"{prompts} prompts x {samples} samples = {responses} responses{rounds}"
     penalty = f"{kl.coefficient:g} x KL ({kl.estimator}) in the {kl.placement}" if kl.coefficient else "no KL penalty"
     names = f"{algorithm.advantage.name} advantages, {algorithm.loss.name} loss, {algorithm.aggregation.name}"
-    yield "objective", f"{names}, {penalty}"
+    teachers = (
+        f", {taught.weight:g} x {taught.objective.name} of teachers" if (taught := algorithm.distillation) else ""
+    )
+    yield "objective", f"{names}, {penalty}{teachers}"
     epochs = f"{algorithm.epochs} epochs x " if algorithm.epochs > 1 else ""
     minibatches = f"{algorithm.minibatches} minibatches" if epochs else f"{algorithm.minibatches}"
     size = responses // algorithm.minibatches

@@ -23,7 +23,7 @@ from megagrpo.plan.schedules import ASYNC, SYNC, ScheduleTime, Work, allowed, sc
 from megagrpo.plan.time import StepTime, step_time, training_phases
 from megagrpo.plan.units import byte_text
 from megagrpo.recipe.defaults import plan_devices
-from megagrpo.recipe.model_rules import critic_problems, divisors, model_problems
+from megagrpo.recipe.model_rules import critic_problems, divisors, frozen_problems, model_problems
 from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, Recipe, SftRecipe
 from megagrpo.recipe.schema.schedule import ScheduleConfig, SyncConfig
 from megagrpo.recipe.schema.train import RecomputeConfig, RecomputeModule
@@ -229,6 +229,7 @@ def legal(case: Case, checked: AnyRecipe | None = None) -> bool:
         or broken_rules(recipe, checked=checked)
         or _splits_badly(recipe, arch)
         or (case.critic is not None and critic_problems(recipe, case.critic))
+        or (isinstance(recipe, Recipe) and any(frozen_problems(recipe, teacher) for teacher in case.teachers.values()))
         or engine_over_nodes(recipe)
     )
 
@@ -409,7 +410,7 @@ def offloads(recipe: AnyRecipe) -> list[list[str]]:
     if not isinstance(recipe, Recipe) or not recipe.rollout.kind.started_by_us:
         return [[]]
     algorithm, parts = recipe.algorithm, ["parameters", "gradients", "optimizer"]
-    parts += ["reference"] * (algorithm.kl.coefficient > 0) + ["critic"] * (algorithm.critic is not None)
+    parts += ["reference"] * recipe.keeps_reference + ["critic"] * (algorithm.critic is not None)
     return [parts, []]
 
 

@@ -12,7 +12,8 @@ from megagrpo.plan.case import Case
 from megagrpo.plan.communication import LinkUse, Seconds, added, sync_time
 from megagrpo.plan.engine import EngineSpeed
 from megagrpo.plan.memory import model_parts
-from megagrpo.plan.training_time import BatchSize, TrainingRanks
+from megagrpo.plan.other_models import heads_again, offloaded_bytes, teacher_cases
+from megagrpo.plan.training_time import FORWARD, BatchSize, TrainingRanks
 from megagrpo.recipe.defaults import prompts_of_round, total_steps
 from megagrpo.recipe.reward_functions import executor_of
 from megagrpo.recipe.schema import Recipe, SftRecipe
@@ -275,9 +276,10 @@ def rollout_seconds(by: Sampling, lengths: Lengths, prompts: int) -> Seconds:
 def _reward(recipe: Recipe, assumed: Assumptions, responses: float) -> Seconds:
     # The slowest list of functions: which share of the rows each list scores is in the data, not in the recipe.
     lists = [[executor_of(entry.function) for entry in entries] for entries in recipe.reward.lists().values()]
-    isolated = max(len(executors) - executors.count("inline") for executors in lists)
+    isolated = max((len(executors) - executors.count("inline") for executors in lists), default=0)
+    inline = max((executors.count("inline") for executors in lists), default=0)
     return {
-        "on the driver": responses * assumed.reward_seconds * max(executors.count("inline") for executors in lists),
+        "on the driver": responses * assumed.reward_seconds * inline,
         "in workers": responses * assumed.isolated_reward_seconds * isolated / max(1, recipe.reward.workers),
     }
 
@@ -291,15 +293,21 @@ def training_phases(case: Case) -> dict[str, Seconds]:
         return {"update": ranks.update_seconds(BatchSize.of(recipe.data.examples_per_step, lengths))}
     algorithm, rollout = recipe.algorithm, recipe.rollout
     groups = float(rollout.prompts_per_step)
-    if rollout.dynamic_sampling or (algorithm.skips_groups and not algorithm.reads_batch):
+    skips = algorithm.skips_groups and not algorithm.reads_batch and algorithm.distillation is None
+    if rollout.dynamic_sampling or skips:
         groups = min(groups, sum(prompts_of_rounds(case)) * case.assumptions.signal_share)
     batch = BatchSize.of(groups * rollout.samples_per_prompt, lengths)
     minibatch, times = batch.share(1 / algorithm.minibatches), algorithm.minibatches * algorithm.epochs
     before = {"sending the batch": batch.sequences * case.assumptions.send_seconds_per_response}
-    passes = {"old": algorithm.computes_old_logprobs, "reference": algorithm.kl.coefficient > 0}
+    passes = {"old": algorithm.computes_old_logprobs, "reference": recipe.keeps_reference}
     for name in (name for name, made in passes.items() if made):
         before |= _named(name, ranks.forward_seconds(batch))
     update = ranks.update_seconds(minibatch)
+    for name, of in teacher_cases(case).items():  # each reads the whole batch
+        before |= _named(f"teacher {name}", TrainingRanks(of).forward_seconds(batch))
+    for name, of in heads_again(case).items():  # at its own rows, as if all had equally many
+        again = TrainingRanks(of).head_seconds(FORWARD, minibatch.share(1 / len(recipe.teachers)))
+        update |= _named(f"teacher {name}", {"output layer": again})
     if algorithm.critic is not None:
         whole = recipe.train.model_copy(update={"lora": None})  # adapters are never on a critic
         model = critic_of(case.critic or case.architecture)
@@ -316,9 +324,10 @@ def _named(what: str, seconds: Seconds) -> Seconds:
 def _driver(case: Case, responses: float) -> Seconds:
     assumed, train = case.assumptions, case.recipe.train
     seconds = {"bookkeeping": assumed.driver_seconds + responses * assumed.driver_seconds_per_response}
-    if isinstance(case.recipe, Recipe) and train.offload:
+    if isinstance(case.recipe, Recipe) and (train.offload or offloaded_bytes(case, 0)):
         # Gradients are not copied: they come back as zeros.
         held = {name: size for name, size in model_parts(case, 0).items() if name != "gradients"}
-        moved = sum(size for name, size in held.items() if name in train.offload)
-        seconds["to the host and back"] = 2 * moved / assumed.host_bytes_per_second
+        moved = 2 * sum(size for name, size in held.items() if name in train.offload)
+        moved += offloaded_bytes(case, 0)  # teachers do not change: one way
+        seconds["to the host and back"] = moved / assumed.host_bytes_per_second
     return seconds

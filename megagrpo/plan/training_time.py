@@ -191,6 +191,12 @@ class TrainingRanks:
                 hidden[name] = spent - often * min(spent, share * microbatch)
         return hidden
 
+    def head_seconds(self, over: Products, batch: BatchSize) -> float:
+        """Returns the seconds of the output layer in a pass over a batch."""
+        tokens = batch.head_tokens * self.case.assumptions.imbalance / self.case.layout.data
+        flops = head_flops(self.arch, over, tokens) / (self.case.layout.tensor * self.case.layout.context)
+        return flops / (self.case.speeds.gpu.flops * self.case.assumptions.matrix_efficiency)
+
     def microbatches(self, batch: BatchSize) -> int:
         """Returns a data rank's microbatches: enough for its tokens and the pipeline (batching/rank_batches.py)."""
         layout = self.case.layout
@@ -225,8 +231,7 @@ class TrainingRanks:
         layout = self.case.layout
         part = batch.share(self.case.assumptions.imbalance / layout.data)
         kinds, of_kind = list(self.arch.kinds), dict[tuple[int, bool], Seconds]()
-        head = head_flops(self.arch, over, part.head_tokens) / (layout.tensor * layout.context)
-        head /= self.case.speeds.gpu.flops * self.case.assumptions.matrix_efficiency
+        head = self.head_seconds(over, batch)
         seconds: Seconds = {}
         for counts, whole, _, has_head in self._stages:
             of_stage: Seconds = {}

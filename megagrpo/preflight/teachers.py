@@ -30,7 +30,7 @@ from megagrpo.weights.families.reading import read_json
 
 @dataclass
 class CheckedTeachers:
-    """What a check found. `directories`: of teachers on the ranks, by name."""
+    """The results of a check. `directories`: of teachers on the ranks, by name."""
 
     directories: dict[str, Path] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)

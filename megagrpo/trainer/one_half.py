@@ -80,7 +80,7 @@ def sample_all(setup: Setup[Recipe, Prompt], training: GrpoTraining, state: Trai
             with run.clock.phase("save_batch"):
                 save_batch(run.recipe, step, sampled, steps, keep=steps)
             setup.tracker.rollouts(step, sampled.groups, run.weights.version)
-            metrics = rollout_metrics(sampled.all) | sampling_metrics(run.recipe, sampled)
+            metrics = rollout_metrics(sampled.all, run.recipe.reward.scores) | sampling_metrics(run.recipe, sampled)
             setup.tracker.log(step, metrics | run.clock.take())
             state = replace(state, step=step)
     except StopRequested:

@@ -55,7 +55,8 @@ def step_metrics(
     run: TrainRun, sampled: Sampled, trained: Trained, step: int, kl_coefficient: float
 ) -> dict[str, float]:
     """Returns the metrics of a step's samples and updates. kl_coefficient: that of this step."""
-    metrics = rollout_metrics(sampled.all) | agent_metrics(sampled.all) | sampling_metrics(run.recipe, sampled)
+    metrics = rollout_metrics(sampled.all, run.recipe.reward.scores) | agent_metrics(sampled.all)
+    metrics |= sampling_metrics(run.recipe, sampled)
     if trained.batches:
         advantages = trained.advantages.of_rows
         for name, reduced in (("mean", advantages.mean()), ("max", advantages.max()), ("min", advantages.min())):
@@ -75,21 +76,20 @@ def step_metrics(
     return {**metrics, **sampled.metrics, "weights/version": float(step)}
 
 
-def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns metrics of the sampled responses' rewards and lengths."""
+def rollout_metrics(groups: Sequence[Group], scored: bool = True) -> dict[str, float]:
+    """Returns metrics of the sampled responses' lengths and, if reward functions have `scored` them, of rewards."""
     scores = [score for group in groups for score in group.scores]
     samples = [sample for group in groups for sample in group.samples]
     lengths = np.array([len(sample.tokens) for sample in samples])
     errors = sum(bool(score.error) for score in scores)
-    has_reward = any(score.counted or score.error or score.masked for score in scores)  # else teachers alone teach
-    known = _known(scores if has_reward else ())
+    known = _known(scores if scored else ())
     spread = {"mean": known.mean(), "std": known.std(), "max": known.max(), "min": known.min()} if len(known) else {}
     metrics = {
         **{f"reward/{name}": float(value) for name, value in spread.items()},
         "reward/errors": float(errors),
         "reward/errors_share": errors / len(samples),
         "reward/truncated_masked": float(sum(score.masked == REACHED_LIMIT for score in scores)),
-        **({"reward/solved_share": float(np.mean([score.solved for score in scores]))} if has_reward else {}),
+        **({"reward/solved_share": float(np.mean([score.solved for score in scores]))} if scored else {}),
         "response_tokens/mean": float(lengths.mean()),
         "response_tokens/max": float(lengths.max()),
         "response_tokens/truncated_share": float(np.mean([sample.finish == "length" for sample in samples])),

@@ -46,8 +46,10 @@ class Taught:
 
 
 def teacher_metrics(taught: Taught | None, groups: Sequence[Group]) -> dict[str, float]:
-    """Returns the mean divergence from teachers, also by data source if there are several, the agreement with them, and
-    the share of tokens that have one. {}: no teachers, or no update."""
+    """Returns the mean divergence from teachers, the agreement with them, and the share of tokens that have one.
+
+    The divergence is also by data source, if there are several. {}: no teachers, or no update.
+    """
     if taught is None or taught.divergence is None:
         return {}
     values = taught.divergence.values

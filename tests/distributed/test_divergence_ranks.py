@@ -38,7 +38,7 @@ def test_ranks_have_the_values_and_gradients_of_full_logits(ranks: int) -> None:
 
 
 def tops_and_picks(vocab: int, k: int, scale: HeadScale) -> Any:
-    """This rank's answers, and gradients of the hidden states over all ranks. Many logits are equal."""
+    """The answers of this rank, and gradients of the hidden states over all ranks. Many logits are equal."""
     random = torch.Generator().manual_seed(vocab)
     hidden, matrix = (torch.randint(-2, 3, (size, 3), generator=random).float() for size in (8, vocab))
     ids, weights = torch.randint(0, vocab, (8, k), generator=random), torch.randn(8, k, generator=random)
@@ -64,7 +64,7 @@ def wanted_of(vocab: int, k: int, scale: HeadScale) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_ranks_agree_on_the_most_likely_ids_and_on_logprobs_at_given_ids(ranks: int) -> None:
-    """Of the 10 most likely of 13 ids, a rank holds fewer than 10."""
+    """A rank holds fewer than 10 of the 10 most likely of 13 ids."""
     for vocab, k, scale in ((131, 20, PLAIN), (13, 10, CAPPED)):
         order, *wanted = wanted_of(vocab, k, scale)
         for ids, *found in run_ranks(ranks, tops_and_picks, vocab, k, scale):

@@ -70,6 +70,10 @@ def test_rows_are_checked_by_the_functions_of_their_source_and_what_is_not_check
     assert any("score" in line for line in checked.lines())
 
 
+def test_rows_of_a_run_that_learns_from_teachers_alone_are_called_with_nothing():
+    assert told(prompts("5", "no"), {}) == []
+
+
 def test_a_reward_that_an_agent_gives_is_not_asked_of_a_row():
     checked = check_rows(prompts("5"), RewardConfig.model_validate({"functions": [{"function": "agent"}]}), str)
     assert not checked.problems

@@ -59,7 +59,7 @@ def log_softmax(hidden: Tensor, matrix: Tensor, scale: HeadScale) -> Tensor:
 
 
 def divergence_of(log_p: Tensor, log_q: Tensor, divergence: str, beta: float) -> Tensor:
-    """As the definitions have it."""
+    """Returns what the definitions have."""
 
     def kl(left: Tensor, right: Tensor) -> Tensor:
         return (left.exp() * (left - right)).sum(-1)

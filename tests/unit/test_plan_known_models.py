@@ -37,6 +37,7 @@ GPT_OSS, GLM_AIR = "openai/gpt-oss-20b", "zai-org/GLM-4.5-Air"
 # As in the index files of the published checkpoints, tied embeddings once; without multi-token prediction.
 PARAMETERS = {
     "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen3-4B": 4_022_468_096,
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-32B": 32_762_123_264,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,

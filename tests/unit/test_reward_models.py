@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from megagrpo.cluster.classifier import Classifier, batches_of
 from megagrpo.errors import MegagrpoError, ModelError, PreflightError, RewardError
-from megagrpo.plan.memory import bytes_beside
+from megagrpo.plan.other_models import bytes_beside
 from megagrpo.preflight.machine import engine_problems
 from megagrpo.preflight.model import directories_beside
 from megagrpo.recipe.defaults import plan_devices

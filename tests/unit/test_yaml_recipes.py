@@ -20,7 +20,6 @@ from megagrpo.megatron import config
 from megagrpo.plan.advice import impossible, unwise
 from megagrpo.plan.case import GPUS
 from megagrpo.plan.parameters import known_models
-from megagrpo.plan.plan import plan_of
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.load import LoadedRecipe, load, load_any
@@ -28,8 +27,7 @@ from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.recipe.yaml12 import parse
 from megagrpo.rollout.sglang import arguments
 from megagrpo.section import broken_rules
-from megagrpo.weights.families import read_architecture
-from tests.plans import known_model
+from tests.plans import known_model, planned
 from tools.recipe_docs import YAML_RECIPES, first_line, json_schema
 
 FILES = sorted(YAML_RECIPES.glob("*.yaml"))
@@ -38,6 +36,7 @@ NODES = {
     "code_agent_qwen3_30b_a3b_2x8": 2,
     "deepseek_v3_671b": 16,
     "disaggregated_qwen3_32b_4x8": 4,
+    "distill_qwen3_4b": 1,
     "grpo_70b": 16,
     "gsm8k_qwen2.5_0.5b_1gpu": 1,
     "long_context_qwen3_8b_2x8": 2,
@@ -138,7 +137,7 @@ def test_a_recipe_fits_its_gpus_with_room_to_spare_and_is_not_unwise(file: Path,
 
 def assert_fits(recipe: AnyRecipe) -> None:
     assert isinstance(recipe, Recipe)
-    plan = plan_of(recipe, read_architecture(known_models()[recipe.model.path]))
+    plan = planned(recipe)
     assert impossible(plan) == unwise(plan) == ()
     card = GPUS[str(recipe.cluster.gpu)].memory_bytes
     assert max(kind.fullest.bytes for kind in plan.memory) < 0.95 * card

@@ -14,6 +14,7 @@ from megagrpo.plan.assumptions import OF_AGENTS
 from megagrpo.plan.case import MappedDevice
 from megagrpo.plan.communication import LinkUse
 from megagrpo.plan.memory import DeviceMemory, PhaseMemory, host_bytes
+from megagrpo.plan.other_models import offloaded_bytes
 from megagrpo.plan.parameters import Stage
 from megagrpo.plan.plan import Plan
 from megagrpo.plan.schedules import ASYNC, ScheduleTime, allowed, best
@@ -142,7 +143,8 @@ def _memory(plan: Plan, marks: _Marks) -> RenderableType:
         lines += [_kind(kind, plan), _bar(kind.fullest, card, scale, marks, _colours(kind))]
     if more := kinds[KINDS_MAX:]:
         lines.append(Text(f"{len(more)} more kinds need at most {byte_text(more[0].fullest.bytes)}"))
-    uses = {"train.offload": "pinned", "checkpoints": "for copies to save", "exports": "for a copy to write"}
+    moved = "train.offload, teachers" if offloaded_bytes(plan, 0) else "train.offload"
+    uses = {moved: "pinned", "checkpoints": "for copies to save", "exports": "for a copy to write"}
     for (name, use), size in zip(uses.items(), host_bytes(plan), strict=True):
         if size or name == "checkpoints":
             lines.append(Text(f"{name}: {byte_text(size)} of a node's host memory, {use}"))
