@@ -9,6 +9,9 @@
     routes                        uint8: the bytes of all samples' and then all branches' Routes, end to end
     routes_shapes, routes_digests int64 [4 of each], rows, layers, experts of a token and bytes of an expert, 0 without
                                   routes; uint64 [of each]
+    teacher_widths                int64 [samples]: k of TeacherTokens, -1 without any
+    teacher_logprobs, teacher_ids, teacher_ids_logprobs    float32 [tokens of those with any], int32 and float32 [k of
+                                  each of these tokens]
     json                          uint8 [bytes]: not in the header, because libraries refuse headers above 100 MB
 
 A group may have no samples yet, unfinished ones or no scores. The header has a checksum of all of it. Values that only
@@ -38,12 +41,12 @@ from megagrpo.checkpoint.store import Checkpoint
 from megagrpo.errors import CheckpointError, Problem, UnusableCheckpointError, brief, first_line
 from megagrpo.routes import Routes, digest_of
 from megagrpo.typed_json import packed, unpacked
-from megagrpo.types import AgentRun, Branch, Group, KeptSets, Prompt, Sample, Score
+from megagrpo.types import AgentRun, Branch, Group, KeptSets, Prompt, Sample, Score, TeacherTokens
 from megagrpo.weights.files import sync_directories
 
-FORMAT = "megagrpo groups 4"
-BEFORE = "megagrpo groups 3"
-"""The format without kept sets and routes, which is read as well."""
+FORMAT = "megagrpo groups 5"
+BEFORE = "megagrpo groups 4"
+"""The format without teachers, which is read as well."""
 FIELDS: Mapping[str, Mapping[str, type]] = {
     "": {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32},
     "prompt_": {"tokens": np.int32},
@@ -53,13 +56,17 @@ FIELDS: Mapping[str, Mapping[str, type]] = {
 DTYPES = {
     **{prefix + name: dtype for prefix, of in FIELDS.items() for name, dtype in {**of, "offsets": np.int64}.items()},
     "json": np.uint8,
-}
-SINCE_BEFORE: Mapping[str, type] = {
     "kept_ids": np.int32,
     "kept_ends": np.int64,
     "routes": np.uint8,
     "routes_shapes": np.int64,
     "routes_digests": np.uint64,
+}
+SINCE_BEFORE: Mapping[str, type] = {
+    "teacher_widths": np.int64,
+    "teacher_logprobs": np.float32,
+    "teacher_ids": np.int32,
+    "teacher_ids_logprobs": np.float32,
 }
 DTYPES |= SINCE_BEFORE
 CODES: Mapping[type, str] = {
@@ -89,7 +96,7 @@ def _json_type(*kinds: type, without: Collection[str] = (), **others: Any) -> An
 
 
 AgentJson: Any = _json_type(AgentRun, branches=Index)
-APART = ("prompt_id", *FIELDS[""], "routes", "kept")
+APART = ("prompt_id", *FIELDS[""], "routes", "kept", "teacher")
 """Fields of a sample that are not in its JSON."""
 SampleJson: Any = _json_type(Sample, without=APART, index=Index, agent=AgentJson | None)
 ScoreJson: Any = _json_type(Score)
@@ -185,7 +192,7 @@ def write_groups(path: Path, groups: Sequence[Group], notes: Mapping[str, Any] |
             values: Iterable[np.ndarray] = (np.asarray(getattr(owner, name), dtype) for owner in owners[prefix])
             arrays[prefix + name] = np.concatenate([np.empty(0, dtype), *values])
         arrays[f"{prefix}offsets"] = np.cumsum([0, *(len(owner.tokens) for owner in owners[prefix])], dtype=np.int64)
-    arrays |= _kept_arrays(samples) | _routes_arrays([*samples, *owners["branch_"]])
+    arrays |= _kept_arrays(samples) | _routes_arrays([*samples, *owners["branch_"]]) | _teacher_arrays(samples)
     attempt = path.with_name(f".saving_{path.name}")
     try:
         path.parent.mkdir(exist_ok=True)  # not those above it: of a run that was renamed, nothing is made anew
@@ -237,12 +244,10 @@ def _arrays(path: Path) -> Arrays:
     if metadata.get("blake2b") != _checksum(arrays):
         raise ValueError("another checksum than when it was written")
     if names != set(DTYPES):
-        owners = sum(len(arrays[name]) - 1 for name in ("offsets", "branch_offsets"))
         arrays |= {name: np.zeros(0, dtype) for name, dtype in SINCE_BEFORE.items()}
-        arrays["kept_ends"] = np.full(len(arrays["tokens"]), -1, np.int64)
-        arrays["routes_shapes"] = np.zeros(4 * max(owners, 0), np.int64)
-        arrays["routes_digests"] = np.zeros(max(owners, 0), np.uint64)
-    if any(arrays[name].min(initial=0) < 0 for name in ("tokens", "versions", "prompt_tokens", "branch_tokens")):
+        arrays["teacher_widths"] = np.full(max(len(arrays["offsets"]) - 1, 0), -1, np.int64)
+    tokens = ("tokens", "versions", "prompt_tokens", "branch_tokens", "teacher_ids")
+    if any(arrays[name].min(initial=0) < 0 for name in tokens):
         raise ValueError("a token or a version below 0")
     if arrays["branch_trained"].max(initial=0) > 1:
         raise ValueError("a token that is neither trained nor given")
@@ -323,6 +328,41 @@ def _routes(arrays: Arrays, owners: int) -> list[Routes | None]:
     return made
 
 
+def _teacher_arrays(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+    given = [sample.teacher for sample in samples]
+    joined = {
+        "teacher_widths": [np.array([-1 if one is None else one.ids.shape[1] for one in given])],
+        "teacher_logprobs": [one.logprobs for one in given if one is not None],
+        "teacher_ids": [one.ids.reshape(-1) for one in given if one is not None],
+        "teacher_ids_logprobs": [one.ids_logprobs.reshape(-1) for one in given if one is not None],
+    }
+    return {
+        name: np.concatenate([np.empty(0, DTYPES[name]), *arrays]).astype(DTYPES[name])
+        for name, arrays in joined.items()
+    }
+
+
+def _teachers(arrays: Arrays, cuts: np.ndarray) -> Iterator[TeacherTokens | None]:
+    """Cuts teachers' logprobs into those of samples. Raises ValueError at once if they don't belong to these tokens."""
+    widths = arrays["teacher_widths"]
+    counts = np.where(widths < 0, 0, np.diff(cuts)) if len(widths) == len(cuts) - 1 else np.zeros(0, np.int64)
+    of_tokens, of_ids = np.cumsum([0, *counts]), np.cumsum([0, *(counts * widths)])
+    logprobs, ids, ids_logprobs = (arrays[name] for name in list(SINCE_BEFORE)[1:])
+    sound = len(widths) == len(cuts) - 1 and widths.min(initial=0) >= -1 and widths.max(initial=0) < 2**24
+    if not sound or len(logprobs) != of_tokens[-1] or {len(ids), len(ids_logprobs)} != {of_ids[-1]}:
+        raise ValueError("teachers' logprobs that are not those of the tokens")
+    places = zip(widths.tolist(), pairwise(of_tokens.tolist()), pairwise(of_ids.tolist()), strict=True)
+    return (
+        None
+        if width < 0
+        else TeacherTokens(
+            logprobs[a:b].copy(),
+            *(array[c:d].reshape(b - a, width).copy() for array in (ids, ids_logprobs)),
+        )
+        for width, (a, b), (c, d) in places
+    )
+
+
 # --- groups as JSON ---------------------------------------------------------------------------------------------------
 
 
@@ -379,6 +419,7 @@ def _groups(arrays: Arrays, saved: Sequence[Any]) -> list[Group]:
     count = sum(sample.agent.branches for sample in samples if sample.agent)
     of_branches, routes = _parts(arrays, "branch_", count), _routes(arrays, len(samples) + count)
     kept, of_sample_routes = _kept(arrays, arrays["offsets"]), iter(routes)
+    teachers = _teachers(arrays, arrays["offsets"])
     branches = (
         Branch(of["tokens"], of["trained"].astype(bool), _of_tokens(one, len(of["tokens"])))
         for of, one in zip(of_branches, routes[len(samples) :], strict=True)
@@ -388,7 +429,8 @@ def _groups(arrays: Arrays, saved: Sequence[Any]) -> list[Group]:
         of_sample = next(of_samples)
         agent = sample.agent and _agent(sample.agent, branches, len(of_sample["tokens"]))
         of_all = _of_tokens(next(of_sample_routes), len(prompt.tokens) + len(of_sample["tokens"]))
-        return _restored(Sample, sample, prompt_id=prompt.id, agent=agent, routes=of_all, kept=next(kept), **of_sample)
+        apart: dict[str, Any] = {"routes": of_all, "kept": next(kept), "teacher": next(teachers), **of_sample}
+        return _restored(Sample, sample, prompt_id=prompt.id, agent=agent, **apart)
 
     groups = []
     for group, of_prompt in zip(saved, of_prompts, strict=True):

@@ -26,7 +26,7 @@ from megagrpo.checkpoint.store import Checkpoint
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.errors import CheckpointError, UnusableCheckpointError
 from megagrpo.routes import Routes
-from megagrpo.types import AgentRun, Branch, Group, KeptSets, Prompt, Sample, Score, Turn
+from megagrpo.types import AgentRun, Branch, Group, KeptSets, Prompt, Sample, Score, TeacherTokens, Turn
 from tests.agent_runs import calculator_run
 from tests.small_disk import small_disk
 from tests.unit.test_fuzz import damaged, mutated
@@ -65,6 +65,11 @@ def routes(tokens: int, experts: int = 8) -> Routes:
 KEPT = KeptSets(np.array([3, 5, 2, 4, 2**20], np.int32), np.array([2, 2, 5], np.int64))
 
 
+def teacher(tokens: int, k: int) -> TeacherTokens:
+    logprobs, ids = -np.arange(tokens) / np.float32(7), np.arange(tokens * k, dtype=np.int32).reshape(tokens, k)
+    return TeacherTokens(logprobs.astype(np.float32), ids, (-ids / 3).astype(np.float32))
+
+
 def sample(prompt: str, index: int, tokens: int, finish: Any = "stop") -> Sample:
     numbers = np.arange(tokens)
     return Sample(
@@ -94,7 +99,7 @@ GROUPS = [
     Group(
         Prompt("train:1", (5, 6, 7), "gsm8k", "42", "math", OF_PARQUET | OF_JSON, MESSAGES, "<what?>"),
         (
-            replace(sample("train:1", 0, 9), routes=routes(3 + 9)),
+            replace(sample("train:1", 0, 9), routes=routes(3 + 9), teacher=teacher(9, 2)),
             replace(sample("train:1", 1, 3, "length"), kept=KEPT),
             sample("train:1", 2, 0, "abort"),
         ),
@@ -111,7 +116,11 @@ GROUPS = [
         Prompt("train:3", (1,), "gsm8k", "x"),
         (
             replace(sample("train:3", 3, 4, "abort"), routes=routes(1 + 4, 300)),
-            replace(sample("train:3", 4, 3), kept=KeptSets(np.empty(0, np.int32), np.zeros(3, np.int64))),
+            replace(
+                sample("train:3", 4, 3),
+                kept=KeptSets(np.empty(0, np.int32), np.zeros(3, np.int64)),
+                teacher=teacher(3, 0),
+            ),
             replace(sample("train:3", 5, 0), routes=routes(1)),
         ),
     ),
@@ -145,6 +154,10 @@ def comparable(groups: list[Group]) -> list[Any]:
                 *(repr(replace(s.agent, branches=())) for s in of if s.agent),
                 *((a.dtype, a.tobytes()) for s in of for b in branches_of(s) for a in (b.tokens, b.trained)),
                 *(shown(owner.routes) for s in of for owner in (s, *branches_of(s))),
+                *(
+                    s.teacher and [(a.dtype, a.tolist()) for a in (s.teacher.logprobs, s.teacher.ids)] for s in of
+                ),
+                *(s.teacher and s.teacher.ids_logprobs.tolist() for s in of),
                 *(s.kept and [(a.dtype, a.tolist()) for a in (s.kept.ids, s.kept.ends)] for s in of),
             ],
         )
@@ -228,23 +241,17 @@ def test_what_is_no_file_of_groups_is_refused(tmp_path: Path, name: str) -> None
 def test_a_file_of_another_version_is_refused_by_its_format(written: Path) -> None:
     path = written.with_name("older.safetensors")
     arrays = {name: array for name, array in load_file(written).items() if not name.startswith("branch")}
-    save_file(arrays, path, metadata={"format": "megagrpo groups 2"})
-    with pytest.raises(UnusableCheckpointError, match="megagrpo groups 2"):
+    save_file(arrays, path, metadata={"format": "megagrpo groups 3"})
+    with pytest.raises(UnusableCheckpointError, match="megagrpo groups 3"):
         read_groups(path, dict)
 
 
-def test_a_file_of_the_version_before_is_read_without_routes_and_kept_sets(written: Path) -> None:
+def test_a_file_of_the_version_before_is_read_without_teachers(written: Path) -> None:
     path = written.with_name("before.safetensors")
     arrays = {name: array for name, array in load_file(written).items() if name not in groups_file.SINCE_BEFORE}
     save_file(arrays, path, {"format": groups_file.BEFORE, "blake2b": groups_file._checksum(arrays)})
     found, notes = read_groups(path, dict)
-
-    def without(given: Sample) -> Sample:
-        bare = tuple(replace(branch, routes=None) for branch in branches_of(given))
-        agent = given.agent and replace(given.agent, branches=bare)
-        return replace(given, routes=None, kept=None, agent=agent)
-
-    bare = [replace(group, samples=tuple(map(without, group.samples))) for group in GROUPS]
+    bare = [replace(group, samples=tuple(replace(s, teacher=None) for s in group.samples)) for group in GROUPS]
     assert comparable(found) == comparable(bare)
     assert notes == {"numbers": [3, 4, 5]}
 
@@ -258,9 +265,13 @@ def test_a_file_of_the_version_before_is_read_without_routes_and_kept_sets(writt
         ("kept_ends", 11, 6, "kept sets"),
         ("kept_ends", 0, 0, "kept sets"),
         ("kept_ids", 0, -1, "kept sets"),
+        ("teacher_widths", 0, 3, "teachers' logprobs"),
+        ("teacher_widths", 0, -1, "teachers' logprobs"),
+        ("teacher_widths", 1, -2, "teachers' logprobs"),
+        ("teacher_ids", 0, -1, "below 0"),
     ],
 )
-def test_routes_and_kept_sets_that_do_not_belong_to_their_tokens_are_refused(
+def test_routes_kept_sets_and_teachers_that_do_not_belong_to_their_tokens_are_refused(
     written: Path, name: str, at: int, value: int, said: str
 ) -> None:
     arrays = load_file(written)
@@ -351,6 +362,7 @@ def read_changed(written: Path, arrays: dict[str, np.ndarray]) -> None:
         prompt = len(group.prompt.tokens)
         assert all(s.routes.tokens == max(prompt + len(s.tokens) - 1, 0) for s in group.samples if s.routes)
         assert all(len(s.kept.ends) == len(s.tokens) for s in group.samples if s.kept)
+        assert all(len(s.teacher.logprobs) == len(s.teacher.ids) == len(s.tokens) for s in group.samples if s.teacher)
         for agent, tokens in ((s.agent, len(s.tokens)) for s in group.samples if s.agent):
             assert sum(turn.tokens for turn in agent.turns) == tokens
             assert sum(int(branch.trained.sum()) for branch in agent.branches) == tokens
