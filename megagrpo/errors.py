@@ -155,6 +155,15 @@ class RewardError(MegagrpoError):
     advice = "correct the function's file, or name another function"
 
 
+class TeacherError(MegagrpoError):
+    """A teacher that runs already does not answer as it must, or teachers failed on too many responses.
+
+    A teacher that fails on a sample is counted, not raised.
+    """
+
+    title = "teacher error"
+
+
 class AgentError(MegagrpoError):
     """The agent of the recipe cannot be loaded, or its processes do not start.
 

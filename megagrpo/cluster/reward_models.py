@@ -1,4 +1,5 @@
-"""The models of reward.models: an actor for each, on devices of its own, until the run ends.
+"""The models beside ranks and engines, of reward.models and teachers: an actor for each, on devices of its own, until the
+run ends.
 
 A server that ends or does not answer is restarted, and so is an actor that dies. Requests that fail meanwhile are
 retried, or masked and counted.
@@ -11,12 +12,14 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from megagrpo.algorithm.distillation import TeacherTopKConfig
 from megagrpo.cluster.actors import prepare_process
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import end_actors, wait_for
@@ -24,10 +27,13 @@ from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.processes import importing
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import ClassifierConfig, EngineLayoutConfig, Recipe
+from megagrpo.recipe.schema.teachers import ServedTeacherConfig
 from megagrpo.reward.executors import Served
 from megagrpo.reward.judging.classifier import Conversation
-from megagrpo.reward.judging.client import HttpEndpoint, Reply
+from megagrpo.reward.judging.client import CHAT, HttpEndpoint, Reply
 from megagrpo.rollout.engine import Server, ServerSpec
+from megagrpo.rollout.kinds import EngineKind
+from megagrpo.rollout.token_scores import TokenScores
 
 if TYPE_CHECKING:  # torch follows prepare_process
     from megagrpo.cluster.classifier import Classifier
@@ -38,17 +44,25 @@ HEALTH_SECONDS = 60.0
 RETRY_SECONDS = 60.0
 """Pause before a server that could not start is retried."""
 CLOSE_SECONDS = 15.0
+ANSWER_BYTES, BYTES_PER_ID = 1 << 20, 200
+"""Most bytes of a teacher's answer: of all but ids, and of each id with its logprob and the text that vLLM adds."""
 Gpus = Sequence[int | str]
 """The GPUs of a model, as its node names them."""
+
+
+class Posting(Protocol):
+    """The receiver of requests, as Endpoint (reward/judging/client.py)."""
+
+    async def post(self, body: Mapping[str, Any], timeout_seconds: float) -> Reply: ...
 
 
 @ray.remote(max_restarts=RESTARTS_MAX, max_task_retries=1)
 class ClassifierActor:
     """A classifier, which the driver asks. The first call to a new or restarted actor loads the model."""
 
-    def __init__(self, recipe: Recipe, gpus: Gpus, name: str, directory: Path, device: str, dtype: str) -> None:
+    def __init__(self, recipe: Recipe, gpus: Gpus, path: str, directory: Path, device: str, dtype: str) -> None:
         prepare_process(device, recipe, gpus)
-        self._config: Any = recipe.reward.models[name]
+        self._config: Any = recipe.models_beside[path]
         self._directory, self._device, self._dtype = directory, device, dtype
         self._one_by_one = bool(recipe.deterministic)
         self._classifier: Classifier | None = None
@@ -74,12 +88,15 @@ class ClassifierActor:
 
 
 @ray.remote(max_restarts=RESTARTS_MAX, max_task_retries=1)
-class JudgeActor:
-    """A server on this node, and the requests to it: it listens on loopback alone."""
+class ServerActor:
+    """The server of a judge or a teacher on this node, and the requests to it: it listens on loopback alone."""
 
-    def __init__(self, recipe: Recipe, gpus: Gpus, name: str, directory: Path, device: str, dtype: str) -> None:
+    def __init__(self, recipe: Recipe, gpus: Gpus, path: str, directory: Path, device: str, dtype: str) -> None:
         prepare_process(device, recipe, gpus)
-        self._spec = judge_spec(recipe, name, directory, device, dtype)
+        self._spec = server_spec(recipe, path, directory, device, dtype)
+        self._asked: dict[str, Any] = {"path": f"/v1{CHAT}"}
+        if not self._spec.chat_model:
+            self._asked = asked_of_teachers(recipe, self._spec.settings.engine_kind)
         self._start_seconds = recipe.cluster.start_timeout_seconds
         self._server: Server | None = None
         self._endpoint: HttpEndpoint | None = None
@@ -108,6 +125,11 @@ class JudgeActor:
         except (MegagrpoError, OSError) as error:
             return Reply(503, text=str(error))
 
+    async def score(self, tokens: Sequence[int], first: int, timeout_seconds: float) -> Reply:
+        """Asks a teacher for the logprobs of tokens, as `scored`."""
+        scores = self._spec.settings.engine_kind.token_scores
+        return await scored(self, scores, tokens, first, self._spec.top_ids or 0, timeout_seconds)
+
     async def close(self) -> None:
         self._closed.set()
         if self._server is not None:
@@ -128,7 +150,7 @@ class JudgeActor:
                 except MegagrpoError as error:
                     self._failed = time.monotonic(), error
                     raise
-                self._endpoint = HttpEndpoint(f"{self._server.url}/v1", self._server.api_key, 0, proxies=False)
+                self._endpoint = HttpEndpoint(self._server.url, self._server.api_key, 0, **self._asked, proxies=False)
             return self._endpoint
 
     async def _end(self) -> None:
@@ -150,23 +172,59 @@ class JudgeActor:
         return server
 
 
-def judge_spec(recipe: Recipe, name: str, directory: Path, device: str, dtype: str) -> ServerSpec:
-    """Returns the spec of a judge's server on this node: an engine's, which keeps its weights and answers chats."""
-    config: Any = recipe.reward.models[name]
+async def scored(
+    server: Posting, scores: TokenScores, tokens: Sequence[int], first: int, k: int, timeout_seconds: float
+) -> Reply:
+    """Asks a server for the logprobs of tokens from `first` on. The reply's `answer` is TeacherTokens; status 0: the
+    answer is not of these tokens. Raises as `server.post`."""
+    reply = await server.post(scores.body(tokens, first, k), timeout_seconds)
+    if reply.status != 200:
+        return reply
+    try:
+        return replace(reply, answer=scores.read(reply.answer, tokens, first, k))
+    except EngineError as error:
+        return Reply(0, text=f"{error.problems[0].where}: {error.problems[0].given}")
+
+
+def server_spec(recipe: Recipe, path: str, directory: Path, device: str, dtype: str) -> ServerSpec:
+    """Returns the spec of a server on this node, which keeps its weights: a judge's, which answers chats, or a
+    teacher's. path: of the model in the recipe."""
+    config: Any = recipe.models_beside[path]
+    teaches, name = isinstance(config, ServedTeacherConfig), name_of(path)
+    called = "teacher" if teaches else "reward model"
     return ServerSpec(
-        name=f"reward model {name}",
-        log=(run_directory(recipe) / "logs" / f"reward_model_{name}.log").absolute(),
+        name=f"{called} {name}",
+        log=(run_directory(recipe) / "logs" / f"{called.replace(' ', '_')}_{name}.log").absolute(),
         settings=config.settings,
         model_directory=str(directory),
         layout=EngineLayoutConfig(tensor=config.devices),
         dtype=dtype,
         device=device,
         requests_at_once=config.requests_at_once,
-        tokens_per_request=config.tokens_max,
+        tokens_per_request=recipe.sequence_tokens_max + 1 if teaches else config.tokens_max,
         threads=max(1, (os.cpu_count() or 1) // 2),
         keeps_weights=True,
-        chat_model=name,
+        chat_model="" if teaches else name,
+        top_ids=asked_ids(recipe) if teaches else None,
     )
+
+
+def name_of(path: str) -> str:
+    """Returns the name of a model from its path in the recipe."""
+    return path.removeprefix("reward.models.").removeprefix("teachers.")
+
+
+def asked_ids(recipe: Recipe) -> int:
+    """Returns the number of most likely ids for which teachers are asked in the place of each token."""
+    distillation = recipe.algorithm.distillation
+    objective = distillation.objective if distillation else None
+    return objective.k if isinstance(objective, TeacherTopKConfig) else 0
+
+
+def asked_of_teachers(recipe: Recipe, kind: EngineKind) -> dict[str, Any]:
+    """Returns where teachers of this kind are asked, and the most bytes of an answer, as HttpEndpoint takes them."""
+    ids = (asked_ids(recipe) + 1) * recipe.sequence_tokens_max
+    return {"path": kind.token_scores.path, "bytes_max": ANSWER_BYTES + BYTES_PER_ID * ids}
 
 
 class RewardModels:
@@ -175,51 +233,69 @@ class RewardModels:
     def __init__(self, runtime: Runtime, recipe: Recipe, directories: Mapping[str, Path]) -> None:
         self._runtime, self._recipe = runtime, recipe
         self._actors: dict[str, Any] = {}
-        for number, (name, config) in enumerate(recipe.reward.models.items()):
-            bundles, directory = runtime.devices.bundles_of_model[number], directories[name].absolute()
+        for number, (path, config) in enumerate(recipe.models_beside.items()):
+            bundles, directory = runtime.devices.bundles_of_model[number], directories[path].absolute()
             gpus = tuple(place.device for place in runtime.places_of(bundles) if place.device is not None)
             on_cpu = isinstance(config, ClassifierConfig) and config.device == "cpu"
             device = "cpu" if on_cpu else runtime.device
             dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
-            actor_class = ClassifierActor if isinstance(config, ClassifierConfig) else JudgeActor
-            of_model = recipe, gpus, name, directory, device, dtype
-            self._actors[name] = runtime.start(actor_class, bundles, 1.0, *of_model)
-        self._starting = {f"reward model {name}": actor.ready.remote() for name, actor in self._actors.items()}
+            actor_class = ClassifierActor if isinstance(config, ClassifierConfig) else ServerActor
+            of_model = recipe, gpus, path, directory, device, dtype
+            self._actors[path] = runtime.start(actor_class, bundles, 1.0, *of_model)
+        self._starting = {path: actor.ready.remote() for path, actor in self._actors.items()}
 
     def wait_until_ready(self) -> None:
         """Raises ModelError or EngineError naming the models that did not start in cluster.start_timeout_seconds."""
         if self._starting:
             seconds = self._recipe.cluster.start_timeout_seconds
-            watch, bar = self._runtime.watch, "starting reward models"
+            watch, bar = self._runtime.watch, "starting models beside"
             wait_for(self._starting, doing="starting", timeout_seconds=seconds, error=EngineError, watch=watch, bar=bar)
 
     def served(self) -> dict[str, Served]:
         """Returns the models that reward functions ask, by name."""
-        start_seconds, models = self._recipe.cluster.start_timeout_seconds, self._recipe.reward.models
+        start_seconds = self._recipe.cluster.start_timeout_seconds
         return {
             name: ActorClassifier(actor, start_seconds)
-            if models[name].kind == "classifier"
-            else ActorEndpoint(actor, models[name].path, start_seconds)
-            for name, actor in self._actors.items()
+            if model.kind == "classifier"
+            else ActorEndpoint(actor, model.path, start_seconds)
+            for name, model in self._recipe.reward.models.items()
+            for actor in [self._actors[f"reward.models.{name}"]]
+        }
+
+    def teachers(self) -> dict[str, ActorEndpoint]:
+        """Returns the teachers on servers of the run, by name."""
+        start_seconds = self._recipe.cluster.start_timeout_seconds
+        return {
+            name_of(path): ActorEndpoint(self._actors[path], model.path, start_seconds)
+            for path, model in self._recipe.models_beside.items()
+            if isinstance(model, ServedTeacherConfig)
         }
 
     def close(self) -> None:
         """Ends the models and their servers."""
-        judges = {name for name, model in self._recipe.reward.models.items() if model.kind == "generative"}
-        end_actors([actor for name, actor in self._actors.items() if name in judges], CLOSE_SECONDS)
-        for name in self._actors.keys() - judges:
-            ray.kill(self._actors[name])
+        models = self._recipe.models_beside
+        served = {path for path, model in models.items() if not isinstance(model, ClassifierConfig)}
+        end_actors([actor for path, actor in self._actors.items() if path in served], CLOSE_SECONDS)
+        for path in self._actors.keys() - served:
+            ray.kill(self._actors[path])
 
 
 class ActorEndpoint:
-    """An Endpoint (reward/judging/client.py) that sends requests to an actor's server."""
+    """An Endpoint (reward/judging/client.py), and a teacher, that sends requests to an actor's server."""
 
     def __init__(self, actor: Any, identity: str, start_seconds: float) -> None:
         self.identity, self._actor, self._start_seconds = identity, actor, start_seconds
 
     async def post(self, body: Mapping[str, Any], timeout_seconds: float) -> Reply:
+        return await self._asked(self._actor.post.remote(body, timeout_seconds), timeout_seconds)
+
+    async def score(self, tokens: Sequence[int], first: int, timeout_seconds: float) -> Reply:
+        """Asks for the logprobs of tokens, as `scored`."""
+        return await self._asked(self._actor.score.remote(tokens, first, timeout_seconds), timeout_seconds)
+
+    async def _asked(self, answer: Any, timeout_seconds: float) -> Reply:
         limit = timeout_seconds + HEALTH_SECONDS + self._start_seconds
-        return await _answer(self._actor.post.remote(body, timeout_seconds), limit)  # type: ignore[no-any-return]
+        return await _answer(answer, limit)  # type: ignore[no-any-return]
 
     async def close(self) -> None:
         """Does nothing: the run ends the server."""

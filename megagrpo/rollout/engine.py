@@ -93,8 +93,9 @@ class ServerSpec:
     `settings`: its section of the recipe. `tokens_per_request`: the longest prompt with its response. `threads`: of all
     its ranks on CPUs; servers with another `index` get other cores. `pause_seconds`: the longest weight update. With
     `keeps_weights` it loads those of the model directory, and gets no update. With `chat_model` it is asked by
-    conversations with a model of that name, not by token ids. `returns_routes`: it can send the experts of tokens that
-    it reads.
+    conversations with a model of that name, not by token ids. With `top_ids` it is asked for the logprobs of given
+    tokens, each with those of as many most likely ids. `returns_routes`: it can send the experts of tokens that it
+    reads.
     """
 
     name: str
@@ -113,6 +114,7 @@ class ServerSpec:
     quantization: str | None = None
     keeps_weights: bool = False
     chat_model: str = ""
+    top_ids: int | None = None
     returns_routes: bool = False
     node: EngineNode | None = None
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megagrpo.recipe.schema import Recipe
     from megagrpo.recipe.schema.rollout import RolloutConfig
     from megagrpo.rollout.engine import Engine, EngineSpec, Server, ServerSpec
+    from megagrpo.rollout.token_scores import TokenScores
     from megagrpo.weights.families.architecture import Architecture
 
 
@@ -162,6 +163,11 @@ class EngineKind:
         EngineError if no server of this kind answers."""
         raise NotImplementedError
 
+    @property
+    def token_scores(self) -> TokenScores:
+        """Returns requests for the logprobs of given tokens, for kinds of servers."""
+        raise NotImplementedError
+
 
 class Transformers(EngineKind):
     """The embedded engine, for CPUs and tests."""
@@ -234,6 +240,12 @@ class External(EngineKind):
         from megagrpo.rollout.sglang.client import served_model
 
         return served_model(url, api_key)
+
+    @property
+    def token_scores(self) -> TokenScores:
+        from megagrpo.rollout.sglang.client import SCORES
+
+        return SCORES
 
 
 class Sglang(External):
@@ -322,6 +334,12 @@ class ExternalVllm(EngineKind):
         from megagrpo.rollout.vllm.client import served_model
 
         return served_model(url, api_key)
+
+    @property
+    def token_scores(self) -> TokenScores:
+        from megagrpo.rollout.vllm.client import SCORES
+
+        return SCORES
 
 
 class Vllm(ExternalVllm):

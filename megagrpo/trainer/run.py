@@ -24,6 +24,7 @@ from megagrpo.timeline import TIMELINE
 from megagrpo.track.jsonl import StepProof
 from megagrpo.track.rollout_writer import Learned
 from megagrpo.trainer.batches import Sampled
+from megagrpo.trainer.teachers import Teachers
 from megagrpo.types import Prompt
 
 SHOWN_AS = {
@@ -79,6 +80,7 @@ class Run(TrainRun):
     cursor: Cursor[Prompt]
     rollouts: Rollouts
     scorer: Scorer
+    teachers: Teachers
     weights: WeightSync
     stopping: Stopping
 

@@ -62,7 +62,7 @@ class Background(EngineSource):
         """Starts the scoring thread. step, pending: of the checkpoint resumed from."""
         super().__init__(run)
         recipe, rollouts = run.recipe, run.rollouts
-        self._cursor, self._rollouts, self._scorer = run.cursor, rollouts, run.scorer
+        self._cursor, self._rollouts = run.cursor, rollouts
         self._recipe, self._per_step = recipe, recipe.rollout.prompts_per_step
         self._changed = rollouts.changed
         """Guards all that follows."""
@@ -309,7 +309,8 @@ class Background(EngineSource):
                     self._unscored.clear()
                 if not complete or self._closed:
                     continue
-                scored = self._scorer.score([with_baseline(begun.order.group(), self._recipe) for begun in complete])
+                groups = [with_baseline(begun.order.group(), self._recipe) for begun in complete]
+                scored = self.run.teachers.beside(groups, self.run.scorer.score)
                 with self._changed:
                     for begun, group in zip(complete, scored, strict=True):
                         self._take_in(begun, group)

@@ -75,6 +75,7 @@ class EngineSource(SampleSource):
         idle, seconds = run.rollouts.idle()
         metrics = {
             **run.scorer.take_metrics(),
+            **run.teachers.take_metrics(),
             "engines/serving": float(run.rollouts.serving),
             "weights/sync_bytes": float(run.weights.received_bytes),
             "engines/idle_seconds": idle,

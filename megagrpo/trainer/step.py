@@ -118,9 +118,9 @@ def agent_error(sample: Sample) -> str:
 
 
 def score(run: Run, groups: Sequence[Group]) -> list[Group]:
-    """Returns the same groups with a score for each sample."""
+    """Returns the same groups with a score for each sample, and with what teachers say that answer requests."""
     with run.clock.phase("reward"):
-        return run.scorer.score(groups)
+        return run.teachers.beside(groups, run.scorer.score)
 
 
 def require_version(groups: Sequence[Group], newest: int, oldest: int | None = None) -> None:

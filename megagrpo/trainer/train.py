@@ -38,6 +38,7 @@ from megagrpo.trainer.schedule_log import Logged, read_schedule, schedule_line
 from megagrpo.trainer.setup import Setup
 from megagrpo.trainer.step import require_version
 from megagrpo.trainer.step_metrics import report_mismatch
+from megagrpo.trainer.teachers import Teachers
 from megagrpo.types import Group, Prompt
 
 SourceOf = Callable[[Run, Checkpoint | None], SampleSource]
@@ -103,8 +104,10 @@ def start_training(
     score_with = scorer_maker(recipe, ray, judging.served(), setup.stopping.check, say)
     scorer = score_with(recipe.reward, judged_responses=judged)
     scorers = {name: score_with(reward) for name, reward in own_rewards(recipe).items()}
-    for one in (scorer, *scorers.values()):
+    teachers = Teachers(recipe, judging.teachers(), setup.stopping.check, say, judged_responses=judged)
+    for one in (scorer, teachers, *scorers.values()):
         closing.callback(one.close)
+    teachers.contact()
     files = ResponseFiles(run_directory(recipe) / "evaluations", setup.state.step, say)
     closing.callback(files.close)
 
@@ -120,7 +123,7 @@ def start_training(
     judging.wait_until_ready()
     weights, work = first_sync(setup, placed, policy, rollouts, ends, setup.state.step), work_of(checked.architecture)
     of_training = recipe, setup.total_steps, policy, setup.clock, work
-    run = Run(*of_training, setup.cursor, rollouts, scorer, weights, setup.stopping)
+    run = Run(*of_training, setup.cursor, rollouts, scorer, teachers, weights, setup.stopping)
     source = source_of(run, setup.resumed)
     ends.callback(source.close)
     return GrpoTraining(setup, run, source, ray, placed, ends, source_of, scorers, files)

@@ -34,6 +34,7 @@ SHOWN_MAX, ANSWER_SHOWN_MAX = 5, 300
 """Most problems of arguments in one error, and most characters of an answer."""
 MAX_TOKENS = 1024
 ANSWER_BYTES_MAX = 4 << 20
+CHAT = "/chat/completions"
 Read = TypeVar("Read")
 
 
@@ -172,14 +173,23 @@ class Endpoint(Protocol):
 
 
 class HttpEndpoint:
-    """A judge's server at a URL. concurrency: most connections to it, 0 for any number. proxies: use those that the
-    environment names."""
+    """A server at a URL, asked at `path`. concurrency: most connections to it, 0 for any number. proxies: use those that
+    the environment names. bytes_max: of an answer."""
 
-    def __init__(self, url: str, api_key: str | None, concurrency: int, *, proxies: bool = True) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        concurrency: int,
+        *,
+        path: str = CHAT,
+        bytes_max: int = ANSWER_BYTES_MAX,
+        proxies: bool = True,
+    ) -> None:
         import aiohttp  # a fifth of a second
 
-        self.identity, self._api_key = url, api_key
-        self._url = f"{url.rstrip('/')}/chat/completions"
+        self.identity, self._api_key, self._bytes_max = url, api_key, bytes_max
+        self._url = f"{url.rstrip('/')}{path}"
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         connector = aiohttp.TCPConnector(limit=concurrency)
         self._session = aiohttp.ClientSession(headers=headers, connector=connector, trust_env=proxies)
@@ -187,9 +197,9 @@ class HttpEndpoint:
     async def post(self, body: Mapping[str, Any], timeout_seconds: float) -> Reply:
         from megagrpo.reward.http_post import post  # imports aiohttp
 
-        status, data, after = await post(self._session, self._url, timeout_seconds, ANSWER_BYTES_MAX, json=body)
+        status, data, after = await post(self._session, self._url, timeout_seconds, self._bytes_max, json=body)
         if data is None:
-            return Reply(status, text=f"more than {ANSWER_BYTES_MAX:,} bytes")
+            return Reply(status, text=f"more than {self._bytes_max:,} bytes")
         answer = None
         if status == 200:
             with suppress(ValueError, RecursionError):

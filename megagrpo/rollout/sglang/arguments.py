@@ -162,6 +162,8 @@ def server_arguments(spec: ServerSpec) -> dict[str, Any]:
         arguments["enable_return_routed_experts"] = True
     if spec.chat_model:
         return arguments | ({} if on_cpus else {"enable_fp32_lm_head": False})
+    if spec.top_ids is not None:
+        return arguments
     if not on_cpus:
         arguments["moe_runner_backend"] = "triton"
     # The recipe's own changes stay. Updates have no vision tower, and blocks as the recipe says, not as the files.

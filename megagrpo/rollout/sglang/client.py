@@ -12,6 +12,7 @@ import numpy as np
 from megagrpo.errors import EngineError, Problem
 from megagrpo.rollout.answers import Answer
 from megagrpo.rollout.client import EngineClient, ask_about_model
+from megagrpo.rollout.token_scores import TokenLogprobs, TokenScores
 from megagrpo.routes import FIX, Routes, RouteSizes
 from megagrpo.types import Request
 
@@ -95,6 +96,41 @@ class ServedRoutes:
         experts = values.reshape(tokens - 1, self.layers, self.sizes.per_token)[:, self.with_experts]
         self.sizes.require(experts, where, tokens - 1)
         return Routes.of(experts)
+
+
+def scores_body(tokens: Sequence[int], first: int, k: int) -> dict[str, Any]:
+    """Returns the body of /generate for the logprobs of given tokens. Keys and values of the tokens before them may
+    come from the cache; SGLang computes those of all others. It scales logprobs by no temperature but those of tokens
+    that it samples."""
+    flat = {"return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True} if k else {}
+    return {
+        "input_ids": list(map(int, tokens)),
+        "return_logprob": True,
+        "logprob_start_len": first - 1,
+        "top_logprobs_num": k,
+        **flat,
+        "sampling_params": {"max_new_tokens": 0},
+    }
+
+
+def scores_of(answer: Any, tokens: Sequence[int], first: int, k: int) -> TokenLogprobs:
+    """Reads the answer. Its first entry is of the token before, without a logprob."""
+    meta = answer["meta_info"]
+    entries = meta["input_token_logprobs"][1:]
+    wanted, read = np.asarray(tokens[first:]), np.array([entry[1] for entry in entries])
+    if read.shape == wanted.shape:  # SGLang shows the last id of the vocabulary as 0
+        read = np.where((read == 0) & (wanted == wanted.max()), wanted, read)
+    ids = ids_logprobs = np.zeros((len(entries), 0))
+    if k:
+        shape = meta["input_top_logprobs_shape"]
+        ids, ids_logprobs = (
+            np.frombuffer(base64.b64decode(meta[f"input_top_logprobs_{name}_flat_b64"]), dtype).reshape(shape)
+            for name, dtype in (("idx", np.int32), ("val", np.float32))
+        )
+    return read, [entry[0] for entry in entries], ids, ids_logprobs
+
+
+SCORES = TokenScores("/generate", scores_body, scores_of)
 
 
 def served_model(url: str, api_key: str) -> Mapping[str, Any]:

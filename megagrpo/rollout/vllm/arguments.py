@@ -173,6 +173,9 @@ def server_arguments(spec: ServerSpec) -> dict[str, Any]:
         arguments |= {"max_num_seqs": 1, "enable_prefix_caching": False}
     if spec.chat_model:
         return arguments | {"served_model_name": [spec.chat_model]}  # it refuses requests that name another
+    if spec.top_ids is not None:
+        head = {} if on_cpus else {"hf_overrides": {"head_dtype": "float32", **(options.get("hf_overrides") or {})}}
+        return arguments | head | {"max_logprobs": spec.top_ids}
     return arguments | arguments_of_policy(spec, arguments)
 
 

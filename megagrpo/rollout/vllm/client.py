@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from megagrpo.errors import EngineError, Problem, brief
 from megagrpo.rollout.answers import Answer
 from megagrpo.rollout.client import EngineClient, ask_about_model
 from megagrpo.rollout.requests import SEED_BITS
+from megagrpo.rollout.token_scores import TokenLogprobs, TokenScores
 from megagrpo.rollout.vllm.arguments import GENERATE
 from megagrpo.splitmix64 import GAMMA
 from megagrpo.types import Request
 
 TOKENS_PER_PART = 50
 """Tokens per part of a stream: fewer take time of the process that answers."""
+NO_PROBABILITY = -9999.0
+"""vLLM's number for the logprob of an impossible token, since JSON has no infinity."""
 PREFIX = "generate-tokens-"
 """The beginning of the name that vLLM gives to a request."""
 
@@ -66,6 +71,31 @@ class VllmAnswer(Answer):
             self._finish = choice["finish_reason"] or ""
             self._reported = f"finish_reason {self._finish}, weight_versions {choice['weight_versions']}"
             self._add_versions(choice["weight_versions"])
+
+
+def scores_body(tokens: Sequence[int], first: int, k: int) -> dict[str, Any]:
+    """Returns the body of /v1/completions for the logprobs of given tokens: a server started by plain `vllm serve` does
+    not answer at GENERATE. vLLM reads no keys and values from its cache for such a request, and samples a token."""
+    return {"prompt": list(map(int, tokens)), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
+
+
+def scores_of(answer: Any, tokens: Sequence[int], first: int, k: int) -> TokenLogprobs:
+    """Reads the answer. An entry has the token first, then the most likely ids, the token again if it is among them."""
+    entries = answer["choices"][0]["prompt_logprobs"][first:]
+    read, logprobs, ids, ids_logprobs = list[int](), list[float](), list[list[int]](), list[list[float]]()
+    for entry in entries:
+        token = next(iter(entry))
+        of_entry = {int(id_): one["logprob"] for id_, one in entry.items() if id_ != token or len(entry) == k}
+        likely = sorted(of_entry, key=lambda id_: -of_entry[id_])[:k]
+        read.append(int(token))
+        logprobs.append(entry[token]["logprob"])
+        ids.append(likely)
+        ids_logprobs.append([of_entry[id_] for id_ in likely])
+    given = np.array(logprobs, np.float32)
+    return read, np.where(given == NO_PROBABILITY, -np.inf, given), ids, ids_logprobs
+
+
+SCORES = TokenScores("/v1/completions", scores_body, scores_of)
 
 
 def served_model(url: str, api_key: str) -> Mapping[str, Any]:
