@@ -1,5 +1,5 @@
-"""The models beside ranks and engines, of reward.models and teachers: an actor for each, on devices of its own, until the
-run ends.
+"""The models beside ranks and engines, of reward.models and teachers: an actor for each, on devices of its own, until
+the run ends.
 
 A server that ends or does not answer is restarted, and so is an actor that dies. Requests that fail meanwhile are
 retried, or masked and counted.
@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import ray
 from ray.exceptions import RayError, RayTaskError
 
@@ -125,7 +126,7 @@ class ServerActor:
         except (MegagrpoError, OSError) as error:
             return Reply(503, text=str(error))
 
-    async def score(self, tokens: Sequence[int], first: int, timeout_seconds: float) -> Reply:
+    async def score(self, tokens: np.ndarray, first: int, timeout_seconds: float) -> Reply:
         """Asks a teacher for the logprobs of tokens, as `scored`."""
         scores = self._spec.settings.engine_kind.token_scores
         return await scored(self, scores, tokens, first, self._spec.top_ids or 0, timeout_seconds)
@@ -173,15 +174,16 @@ class ServerActor:
 
 
 async def scored(
-    server: Posting, scores: TokenScores, tokens: Sequence[int], first: int, k: int, timeout_seconds: float
+    server: Posting, scores: TokenScores, tokens: np.ndarray, first: int, k: int, timeout_seconds: float
 ) -> Reply:
     """Asks a server for the logprobs of tokens from `first` on. The reply's `answer` is TeacherTokens; status 0: the
     answer is not of these tokens. Raises as `server.post`."""
-    reply = await server.post(scores.body(tokens, first, k), timeout_seconds)
+    asked = tokens.tolist(), first, k
+    reply = await server.post(scores.body(*asked), timeout_seconds)
     if reply.status != 200:
         return reply
     try:
-        return replace(reply, answer=scores.read(reply.answer, tokens, first, k))
+        return replace(reply, answer=scores.read(reply.answer, *asked))
     except EngineError as error:
         return Reply(0, text=f"{error.problems[0].where}: {error.problems[0].given}")
 
@@ -289,7 +291,7 @@ class ActorEndpoint:
     async def post(self, body: Mapping[str, Any], timeout_seconds: float) -> Reply:
         return await self._asked(self._actor.post.remote(body, timeout_seconds), timeout_seconds)
 
-    async def score(self, tokens: Sequence[int], first: int, timeout_seconds: float) -> Reply:
+    async def score(self, tokens: np.ndarray, first: int, timeout_seconds: float) -> Reply:
         """Asks for the logprobs of tokens, as `scored`."""
         return await self._asked(self._actor.score.remote(tokens, first, timeout_seconds), timeout_seconds)
 

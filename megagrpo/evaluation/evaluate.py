@@ -186,8 +186,7 @@ def _sample(recipe: Recipe, directory: Path, orders: Orders, log: ResponseLog, s
             ray = runtime.start(placed, stopping.check, devices_of=plan_engines)
         closing.callback(runtime.stop, ray)
         with stopping.giving_up():
-            of_rewards = {name: checked.models_beside[f"reward.models.{name}"] for name in placed.reward.models}
-            judging = RewardModels(ray, placed, {name: path.absolute() for name, path in of_rewards.items()})
+            judging = RewardModels(ray, placed, {at: path.absolute() for at, path in checked.models_beside.items()})
             closing.callback(judging.close)
             rollouts = _started(ray, placed, checked, closing, say)
             scorers = _scorers(ray, placed, judging, orders, closing, stopping, say)

@@ -23,7 +23,7 @@ from megagrpo.reward.executors import waited
 from megagrpo.reward.judging.client import RETRIED, HttpEndpoint, Reply
 from megagrpo.rollout.kinds import ENGINES
 from megagrpo.trainer.batches import branches_of
-from megagrpo.types import Group, Prompt, Sample, Score, TeacherTokens
+from megagrpo.types import Group, Prompt, Sample, TeacherTokens
 
 BACKOFF_SECONDS, BACKOFF_SECONDS_MAX = 1.0, 30.0
 """The wait before the first retry, doubled before each further one, and the longest."""
@@ -36,7 +36,7 @@ T = TypeVar("T")
 class Teacher(Protocol):
     """A teacher on a server: of the run (ActorEndpoint), or one that runs already."""
 
-    async def score(self, tokens: Sequence[int], first: int, timeout_seconds: float) -> Reply:
+    async def score(self, tokens: np.ndarray, first: int, timeout_seconds: float) -> Reply:
         """Asks for the logprobs of tokens from `first` on: TeacherTokens as the `answer` of a reply of status 200.
         Raises OSError if there is no reply, TimeoutError if it is late."""
 
@@ -51,7 +51,7 @@ class ExternalTeacher:
         self._scores, self._ids = kind.token_scores, asked_ids(recipe)
         self._endpoint = HttpEndpoint(config.url, api_key, 0, **asked_of_teachers(recipe, kind))
 
-    async def score(self, tokens: Sequence[int], first: int, timeout_seconds: float) -> Reply:
+    async def score(self, tokens: np.ndarray, first: int, timeout_seconds: float) -> Reply:
         return await scored(self._endpoint, self._scores, tokens, first, self._ids, timeout_seconds)
 
     async def close(self) -> None:
@@ -169,11 +169,12 @@ class Teachers:
         except ValueError as error:
             raise TeacherError(Problem(f"prompt {prompt.id}", str(error), "the name of a teacher")) from error
         if name and name not in self._recipe.teachers:
-            raise TeacherError(Problem(f"prompt {prompt.id}", brief(name), f"one of {', '.join(self._recipe.teachers)}"))
+            known = ", ".join(self._recipe.teachers)
+            raise TeacherError(Problem(f"prompt {prompt.id}", brief(name), f"one of {known}"))
         return name
 
     def _judge(self, groups: Sequence[Group], answers: Mapping[tuple[int, int], tuple[str, object]]) -> None:
-        """Counts failures and reports the first of each teacher. Raises TeacherError, with these, if there are too many."""
+        """Counts failures, and reports each teacher's first. Raises TeacherError, with these, if there are too many."""
         new = dict[str, str]()
         for (row, _), (name, answer) in answers.items():
             self._asked += 1
@@ -189,11 +190,12 @@ class Teachers:
             asked, failed = self._asked, self._failed
             self._responses = self._asked = self._failed = 0
             distillation = self._recipe.algorithm.distillation
-            if distillation and failed > distillation.failed_share_max * asked:
+            share_max = distillation.failed_share_max if distillation else 1.0
+            if failed > share_max * asked:
                 given = f"no logprobs for {failed} of {asked} responses; the first failure of each teacher:"
                 given += "".join(f"\n{name}: {first}" for name, first in self._first_failures.items())
-                needed = f"at most a share of {distillation.failed_share_max:g} (algorithm.distillation.failed_share_max)"
-                fix = "see why the teacher fails: one of the run's has a log, logs/teacher_NAME.log; the run then resumes"
+                needed = f"at most a share of {share_max:g} (algorithm.distillation.failed_share_max)"
+                fix = "see logs/teacher_NAME.log, if the run has started it; raise its retries or timeout_seconds"
                 raise TeacherError(Problem("teachers", given, needed, fix))
 
     # --- requests, in the event loop ----------------------------------------------------------------------------------
@@ -218,8 +220,12 @@ class Teachers:
         parts = await asyncio.gather(*requests)
         if failures := [part for part in parts if isinstance(part, str)]:
             return failures[0]
-        of_sample = list(zip(parts, masks, strict=True))
-        return TeacherTokens(*(np.concatenate([getattr(part, field)[mask] for part, mask in of_sample]) for field in FIELDS))
+        of_sample = [
+            (part.logprobs[mask], part.ids[mask], part.ids_logprobs[mask])
+            for part, mask in zip(parts, masks, strict=True)
+            if isinstance(part, TeacherTokens)
+        ]
+        return TeacherTokens(*map(np.concatenate, zip(*of_sample, strict=True)))
 
     async def _asked_often(self, name: str, tokens: np.ndarray, first: int) -> TeacherTokens | str:
         """Asks until there is an answer, or one that no retry changes, or no retry is left."""
@@ -266,7 +272,8 @@ class Teachers:
             self._say(f"teacher {name}: {model.get('model_path', 'a model')} at {config.url} ({config.engine})")
             return None
         needed = f"an answer of a {config.engine} server with the logprobs of a prompt's token ids"
-        fix = f"start the server, or correct url, engine or api_key_variable; vLLM: --max-logprobs {asked_ids(self._recipe)}"
+        most = max(1, asked_ids(self._recipe))
+        fix = f"start the server (vLLM with --max-logprobs {most}), or correct url, engine or api_key_variable"
         return Problem(f"{where}.url", f"{config.url}: {failure}", needed, fix)
 
     async def _close(self) -> None:
@@ -274,9 +281,6 @@ class Teachers:
             task.cancel()
         for teacher in self._teachers.values():
             await teacher.close()
-
-
-FIELDS = ("logprobs", "ids", "ids_logprobs")
 
 
 def failure_of(reply: Reply) -> str:

@@ -77,8 +77,8 @@ def start_training(
     source of the recipe's schedule."""
     checked, recipe, say = setup.checked, setup.recipe, setup.tracker.say
     model, critic, tokenizer = *model_and_critic(checked), checked.tokenizer_directory.absolute()
-    of_rewards = {name: checked.models_beside[f"reward.models.{name}"].absolute() for name in recipe.reward.models}
-    check_files(ray, recipe, read=(model, tokenizer, critic, *of_rewards.values(), *checked.teachers.values()))
+    beside = {path: directory.absolute() for path, directory in checked.models_beside.items()}
+    check_files(ray, recipe, read=(model, tokenizer, critic, *beside.values(), *checked.teachers.values()))
     placed = with_transport(with_absolute_directories(recipe), ray)
     engines, ranks = recipe.rollout.engines, recipe.train.layout.parallel().ranks
     say(f"starting {ranks} training ranks and {engines} engines ({recipe.rollout.engine}) with {model}")
@@ -93,7 +93,7 @@ def start_training(
         closing.callback(started.close)
         return started
 
-    judging = RewardModels(ray, placed, of_rewards)
+    judging = RewardModels(ray, placed, beside)
     closing.callback(judging.close)
     # Engines start while the ranks do, except on shared GPUs: a starting engine takes the memory that is free there.
     rollouts = None if ray.shares_gpus else start_engines()
@@ -105,8 +105,8 @@ def start_training(
     scorer = score_with(recipe.reward, judged_responses=judged)
     scorers = {name: score_with(reward) for name, reward in own_rewards(recipe).items()}
     teachers = Teachers(recipe, judging.teachers(), setup.stopping.check, say, judged_responses=judged)
-    for one in (scorer, teachers, *scorers.values()):
-        closing.callback(one.close)
+    for close in (teachers.close, *(one.close for one in (scorer, *scorers.values()))):
+        closing.callback(close)
     teachers.contact()
     files = ResponseFiles(run_directory(recipe) / "evaluations", setup.state.step, say)
     closing.callback(files.close)

@@ -154,9 +154,7 @@ def comparable(groups: list[Group]) -> list[Any]:
                 *(repr(replace(s.agent, branches=())) for s in of if s.agent),
                 *((a.dtype, a.tobytes()) for s in of for b in branches_of(s) for a in (b.tokens, b.trained)),
                 *(shown(owner.routes) for s in of for owner in (s, *branches_of(s))),
-                *(
-                    s.teacher and [(a.dtype, a.tolist()) for a in (s.teacher.logprobs, s.teacher.ids)] for s in of
-                ),
+                *(s.teacher and [(a.dtype, a.tolist()) for a in (s.teacher.logprobs, s.teacher.ids)] for s in of),
                 *(s.teacher and s.teacher.ids_logprobs.tolist() for s in of),
                 *(s.kept and [(a.dtype, a.tolist()) for a in (s.kept.ids, s.kept.ends)] for s in of),
             ],

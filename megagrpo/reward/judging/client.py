@@ -173,8 +173,8 @@ class Endpoint(Protocol):
 
 
 class HttpEndpoint:
-    """A server at a URL, asked at `path`. concurrency: most connections to it, 0 for any number. proxies: use those that
-    the environment names. bytes_max: of an answer."""
+    """A server at a URL, which is asked at `path`. concurrency: most connections to it, 0 for any number. bytes_max: of
+    an answer. proxies: use those that the environment names."""
 
     def __init__(
         self,

@@ -104,7 +104,7 @@ def scores_body(tokens: Sequence[int], first: int, k: int) -> dict[str, Any]:
     that it samples."""
     flat = {"return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True} if k else {}
     return {
-        "input_ids": list(map(int, tokens)),
+        "input_ids": list(tokens),
         "return_logprob": True,
         "logprob_start_len": first - 1,
         "top_logprobs_num": k,

@@ -76,7 +76,7 @@ class VllmAnswer(Answer):
 def scores_body(tokens: Sequence[int], first: int, k: int) -> dict[str, Any]:
     """Returns the body of /v1/completions for the logprobs of given tokens: a server started by plain `vllm serve` does
     not answer at GENERATE. vLLM reads no keys and values from its cache for such a request, and samples a token."""
-    return {"prompt": list(map(int, tokens)), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
+    return {"prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
 
 
 def scores_of(answer: Any, tokens: Sequence[int], first: int, k: int) -> TokenLogprobs:
