@@ -23,6 +23,7 @@ from megagrpo.trainer.run import PhaseClock, Run
 from megagrpo.trainer.run_loop import Loop
 from megagrpo.trainer.schedule import Live
 from megagrpo.trainer.setup import first_state
+from megagrpo.trainer.teachers import Teachers
 from megagrpo.trainer.train import GrpoTraining
 from megagrpo.types import Group, Prompt, Sample, Score
 from tests.tiny_run import recipe_with
@@ -173,6 +174,7 @@ def make_run(
         rollouts=FakeRollouts(settings.rollout.samples_per_prompt + settings.algorithm.greedy_responses),  # type: ignore[arg-type]
         scorer=FakeScorer(scores, greedy, counted),  # type: ignore[arg-type]
         policy=FakePolicy(),  # type: ignore[arg-type]
+        teachers=Teachers(settings, {}),
         weights=FakeWeights(),  # type: ignore[arg-type]
         clock=PhaseClock(),
         work=TOKENS,

@@ -114,6 +114,7 @@ class Teachers:
         problems = [problem for one in external if (problem := self._start(self._contact(*one)).result())]
         if problems:
             raise TeacherError(problems)
+        self.take_metrics()  # those of the trials
 
     def beside(self, groups: Sequence[Group], score: Callable[[Sequence[Group]], list[Group]]) -> list[Group]:
         """Returns the groups as `score` returns them, with the logprobs of teachers in the samples whose rows have one.

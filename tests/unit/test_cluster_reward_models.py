@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megagrpo.cluster import reward_models
-from megagrpo.cluster.reward_models import JudgeActor
+from megagrpo.cluster.reward_models import ServerActor
 from megagrpo.errors import EngineError, Problem
 from megagrpo.reward.judging.client import Reply
 
@@ -54,9 +54,9 @@ class FakeEndpoint:
 def actor(monkeypatch) -> Any:
     monkeypatch.setattr(reward_models, "HttpEndpoint", FakeEndpoint)
     monkeypatch.setattr(reward_models, "prepare_process", lambda *given: None)
-    monkeypatch.setattr(reward_models, "judge_spec", lambda *given: None)
+    monkeypatch.setattr(reward_models, "server_spec", lambda *given: SimpleNamespace(chat_model="grader"))
     recipe = SimpleNamespace(cluster=SimpleNamespace(start_timeout_seconds=1.0))
-    made = JudgeActor.__ray_metadata__.modified_class(recipe, (), "grader", Path(), "cpu", "float32")
+    made = ServerActor.__ray_metadata__.modified_class(recipe, (), "reward.models.grader", Path(), "cpu", "float32")
     made.started = []
 
     def start() -> FakeServer:
