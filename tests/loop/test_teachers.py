@@ -1,0 +1,161 @@
+"""Teachers on real servers: asked as servers that run already, and in whole runs, in one of which theirs is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from examples.demo.model import make_tokenizer
+from megagrpo.cluster.reward_models import server_spec
+from megagrpo.trainer.batches import read_batch
+from megagrpo.trainer.teachers import Teachers
+from megagrpo.types import Group, Prompt, Sample, Score
+from tests.engines.policy import logits_of
+from tests.engines.servers import until_closed, vllm_python
+from tests.loop import small_run
+from tests.loop.test_reward_models import command, run_and_kill
+from tests.tiny_run import recipe_with
+
+pytestmark = pytest.mark.long
+K = 32
+STEPS = 3
+TOP_K = {"objective": {"name": "teacher_top_k", "k": K}}
+CHUNKS = {
+    "sglang": {"sglang": {"chunked_prefill_size": 64}},
+    "vllm": {"vllm": {"python": str(vllm_python()), "max_num_batched_tokens": 64, "enable_chunked_prefill": True}},
+}
+"""Settings of servers that read a sequence in several parts."""
+
+
+def make_teacher(directory: Path) -> Path:
+    """An untrained model with the tokenizer of small_run's model, of another size."""
+    tokenizer = make_tokenizer()
+    torch.manual_seed(7)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=1024, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def check_teacher(directory: Path, prompt: Prompt, sample: Sample, k: int) -> None:
+    """Checks that the sample has the logprobs that transformers gives its tokens, and the teacher's most likely ids."""
+    found, tokens = sample.teacher, sample.tokens.tolist()
+    assert found is not None
+    expected = logits_of(directory, prompt.tokens, tokens).log_softmax(-1)
+    of_tokens = expected[torch.arange(len(tokens)), tokens].numpy()
+    assert np.abs(found.logprobs - of_tokens).max() < 1e-5
+    assert found.ids.shape == (len(tokens), k)
+    at_ids = expected.gather(1, torch.from_numpy(found.ids).long()).numpy()
+    assert np.abs(found.ids_logprobs - at_ids).max(initial=0) < 1e-5
+    assert np.abs(found.ids_logprobs - expected.topk(k).values.numpy()).max(initial=0) < 1e-5
+
+
+@pytest.mark.parametrize("engine", ["sglang", pytest.param("vllm", marks=pytest.mark.needs("vllm"))])
+def test_a_server_that_is_started_as_a_teacher_tells_logprobs_also_of_sequences_that_it_reads_in_parts(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_teacher(tmp_path / "model")
+    lengths = f"track.directory={tmp_path}", "data.prompt_tokens_max=300", "rollout.response_tokens_max=300"
+    of_objective = f"algorithm.distillation={json.dumps(TOP_K)}"
+    given: dict[str, Any] = {"kind": "server", "engine": engine, "path": str(model), **CHUNKS[engine]}
+    recipe = recipe_with(f"teachers.big={json.dumps(given)}", of_objective, *lengths)
+    server = recipe.models_beside["teachers.big"].settings.engine_kind.server(  # type: ignore[union-attr]
+        server_spec(recipe, "teachers.big", model, "cpu", "float32")
+    )
+    monkeypatch.setenv("TEACHER_KEY", server.api_key)
+    asked = {"kind": "external", "engine": engine, "url": server.url, "tokenizer": str(model)}
+    asked |= {"api_key_variable": "TEACHER_KEY"}
+    external = recipe_with(f"teachers.big={json.dumps(asked)}", of_objective, *lengths)
+    draws, vocabulary, said = np.random.default_rng(0), len(make_tokenizer()), list[str]()
+    prompt = Prompt("p0", tuple(draws.integers(0, vocabulary, 250).tolist()), "sums", "2")
+    lengths_of = (1, 64, 300, 257)
+    samples = [
+        Sample("p0", i, draws.integers(0, vocabulary, count, np.int32), np.zeros(count, np.float32),
+               np.zeros(count, np.int32), "stop", "")
+        for i, count in enumerate(lengths_of)
+    ]  # fmt: skip
+    teachers = Teachers(external, {}, say=said.append)
+    with until_closed(server):
+        teachers.contact()
+        (group,) = teachers.beside(
+            [Group(prompt, tuple(samples))], lambda groups: [Group(prompt, tuple(samples), (Score(1.0),) * 4)]
+        )
+        teachers.close()
+    assert said == [f"teacher big: {model} at {server.url} ({engine})"]
+    for sample in group.samples:
+        check_teacher(model, prompt, sample, K)
+
+
+def recipe_of(inputs: Path, output: Path, name: str, teacher: Path, **distillation: Any) -> dict[str, Any]:
+    """No functions score the training's responses; those of the held-out set have their own."""
+    values = small_run.recipe(inputs, output, name)
+    held_out = values["eval"]["sets"]["sums"] | values.pop("reward")
+    values["teachers"] = {"big": {"kind": "server", "path": str(teacher), "requests_at_once": 8}}
+    values["algorithm"] = {"distillation": distillation}
+    values["eval"] |= {"sets": {"sums": held_out}, "every_steps": STEPS}
+    values["checkpoint"] = {"every_steps": 1, "keep_batches": STEPS}
+    values["train"] |= {"total_steps": STEPS}
+    return values
+
+
+def check_run(directory: Path, model: Path, k: int) -> int:
+    """Checks the saved samples of every step: each has its teacher's logprobs, or is masked and counted. Returns the
+    number of those that are masked."""
+    masked, failed = 0, 0.0
+    for step in range(1, STEPS + 1):
+        logged = small_run.metrics(directory)[step]
+        failed += logged["teacher/big/failed"]
+        assert logged["teacher/big/requests"] >= 16 or masked
+        groups = read_batch(directory, step).sampled.all
+        for group in groups:
+            for sample, score in zip(group.samples, group.scores, strict=True):
+                if sample.teacher is None:
+                    assert score.value is None
+                    assert score.error.startswith("teacher big: ")
+                    masked += 1
+                else:
+                    check_teacher(model, group.prompt, sample, k)
+                    assert score.value == 0
+    assert masked == failed
+    return masked
+
+
+def test_a_run_without_reward_functions_asks_its_teacher_about_every_sample(inputs: Path, tmp_path: Path) -> None:
+    model = make_teacher(tmp_path / "teacher")
+    values = recipe_of(inputs, tmp_path, "taught", model, objective={"name": "teacher_top_k", "k": 4})
+    small_run.train(small_run.write(values, tmp_path))
+    directory = tmp_path / "taught"
+    assert check_run(directory, model, 4) == 0
+    logged = small_run.metrics(directory)
+    assert all(logged[step]["teacher/big/retries"] == 0 for step in range(1, STEPS + 1))
+    assert "eval/sums/mean@1" in logged[STEPS]
+    assert "teacher/big/requests" not in logged[0], "evaluations ask no teachers"
+
+
+def test_no_sample_is_lost_when_a_teachers_server_is_killed(inputs: Path, tmp_path: Path) -> None:
+    model = make_teacher(tmp_path / "teacher")
+    values = recipe_of(inputs, tmp_path, "killed", model) | {"schedule": "async"}
+
+    def kill(processes: list[psutil.Process]) -> None:
+        servers = [process for process in processes if "sglang/launch.py" in command(process)]
+        (first,) = (process for process in servers if os.getpgid(process.pid) == process.pid)
+        os.killpg(first.pid, signal.SIGKILL)
+
+    directory = run_and_kill(values, tmp_path, kill)
+    check_run(directory, model, 0)
+    log = directory / "logs" / "teacher_big.log"
+    assert log.read_text().count("server_args=") == 2, "it was started twice"
+    assert not log.with_name(f"{log.name}.leftovers.json").exists(), "the second was closed"
