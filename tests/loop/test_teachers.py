@@ -148,6 +148,7 @@ def test_a_run_without_reward_functions_asks_its_teacher_about_every_sample(inpu
 def test_no_sample_is_lost_when_a_teachers_server_is_killed(inputs: Path, tmp_path: Path) -> None:
     model = make_teacher(tmp_path / "teacher")
     values = recipe_of(inputs, tmp_path, "killed", model) | {"schedule": "async"}
+    values["cluster"] |= {"placement": "disaggregated"}
 
     def kill(processes: list[psutil.Process]) -> None:
         servers = [process for process in processes if "sglang/launch.py" in command(process)]
