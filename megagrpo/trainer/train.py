@@ -82,7 +82,7 @@ def start_training(
     placed = with_transport(with_absolute_directories(recipe), ray)
     engines, ranks = recipe.rollout.engines, recipe.train.layout.parallel().ranks
     say(f"starting {ranks} training ranks and {engines} engines ({recipe.rollout.engine}) with {model}")
-    if setup.resumed is None:
+    if setup.resumed is None and recipe.reward.scores:
         with progress("trying reward functions on their own ground truths"):
             warnings = list(sample_warnings(setup.cursor.some(SAMPLE), recipe.reward))
         for line in warnings:
