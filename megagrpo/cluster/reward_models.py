@@ -205,6 +205,7 @@ def server_spec(recipe: Recipe, path: str, directory: Path, device: str, dtype: 
         requests_at_once=config.requests_at_once,
         tokens_per_request=recipe.sequence_tokens_max + 1 if teaches else config.tokens_max,
         threads=max(1, (os.cpu_count() or 1) // 2),
+        deterministic=teaches and bool(recipe.deterministic),
         keeps_weights=True,
         chat_model="" if teaches else name,
         top_ids=asked_ids(recipe) if teaches else None,

@@ -28,6 +28,8 @@ from megagrpo.types import Group, Prompt, Sample, TeacherTokens
 BACKOFF_SECONDS, BACKOFF_SECONDS_MAX = 1.0, 30.0
 """The wait before the first retry, doubled before each further one, and the longest."""
 CLOSE_SECONDS = 5.0
+SHOWN_MAX = 300
+"""Most characters of a failure in a sample's error; the first failure is reported whole."""
 TRIED = (0, 0)
 """Token ids of a trial request."""
 T = TypeVar("T")
@@ -245,8 +247,7 @@ class Teachers:
         return f"{failure} ({attempt + 1} times)" if attempt else failure
 
     async def _reply(self, name: str, tokens: np.ndarray, first: int) -> Reply:
-        count, begin, limit = self._counts[name], time.monotonic(), self._configs[name].timeout_seconds
-        count.requests += 1
+        begin, limit = time.monotonic(), self._configs[name].timeout_seconds
         try:
             return await self._teachers[name].score(tokens, first, limit)
         except TimeoutError:
@@ -254,7 +255,8 @@ class Teachers:
         except OSError as error:
             return Reply(0, text=f"{type(error).__name__}: {error}")
         finally:
-            count.seconds += time.monotonic() - begin
+            self._counts[name].requests += 1
+            self._counts[name].seconds += time.monotonic() - begin
 
     async def _contact(self, name: str, config: ExternalTeacherConfig) -> Problem | None:
         where, variable = f"teachers.{name}", config.api_key_variable
@@ -285,8 +287,8 @@ class Teachers:
 
 
 def failure_of(reply: Reply) -> str:
-    """Returns why a reply has no logprobs, in one line."""
-    return f"HTTP {reply.status}: {brief(reply.text)}" if reply.status else reply.text
+    """Returns why a reply has no logprobs."""
+    return f"HTTP {reply.status}: {reply.text}" if reply.status else reply.text
 
 
 def _with_answers(group: Group, row: int, answers: Mapping[tuple[int, int], tuple[str, TeacherTokens | str]]) -> Group:
@@ -297,5 +299,6 @@ def _with_answers(group: Group, row: int, answers: Mapping[tuple[int, int], tupl
         if isinstance(answer, TeacherTokens):
             samples[member] = replace(samples[member], teacher=answer)
         elif answer is not None and scores[member].value is not None:
-            scores[member] = replace(scores[member], value=None, counted=(), error=f"teacher {name}: {answer}")
+            error = f"teacher {name}: {answer[:SHOWN_MAX]}"
+            scores[member] = replace(scores[member], value=None, counted=(), error=error)
     return replace(group, samples=tuple(samples), scores=tuple(scores))

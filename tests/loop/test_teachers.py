@@ -146,7 +146,10 @@ def test_a_run_without_reward_functions_asks_its_teacher_about_every_sample(inpu
     assert "teacher/big/requests" not in logged[0], "evaluations ask no teachers"
 
 
-def test_no_sample_is_lost_when_a_teachers_server_is_killed(inputs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_no_sample_is_lost_when_a_teachers_server_ends_or_stands_still(
+    sent: signal.Signals, inputs: Path, tmp_path: Path
+) -> None:
     model = make_teacher(tmp_path / "teacher")
     values = recipe_of(inputs, tmp_path, "killed", model) | {"schedule": "async"}
     values["cluster"] |= {"placement": "disaggregated"}
@@ -156,7 +159,7 @@ def test_no_sample_is_lost_when_a_teachers_server_is_killed(inputs: Path, tmp_pa
     def kill(processes: list[psutil.Process]) -> None:
         servers = [process for process in processes if "sglang/launch.py" in command(process)]
         (first,) = (process for process in servers if os.getpgid(process.pid) == process.pid)
-        os.killpg(first.pid, signal.SIGKILL)
+        os.killpg(first.pid, sent)
 
     directory = run_and_kill(values, tmp_path, kill)
     check_run(directory, model, STEPS_OF_KILLED, 0)

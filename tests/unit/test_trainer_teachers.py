@@ -167,7 +167,7 @@ class Slow:
 OTHER = {"meta_info": {"input_token_logprobs": [[None, 2, None], [-1.0, 8, None], [-1.0, 4, None], [-1.0, 5, None]]}}
 NAN = {"meta_info": {"input_token_logprobs": [[None, 2, None], [None, 3, None], [-1.0, 4, None], [-1.0, 5, None]]}}
 FAULTS: dict[str, tuple[int, Any, str]] = {
-    "broken": (500, {"error": "CUDA"}, 'HTTP 500: \'{"error": "CUDA"}\''),
+    "broken": (500, {"error": "CUDA"}, 'HTTP 500: {"error": "CUDA"}'),
     "other tokens": (200, OTHER, "token 8 in the place of 3, token 2"),
     "NaN": (200, NAN, "nan as the logprob of a token"),
     "text": (200, {"choices": []}, "KeyError: 'meta_info'"),
@@ -213,7 +213,7 @@ def test_a_refused_request_is_not_sent_again(server: TeacherServer) -> None:
     with asking(server, "algorithm.distillation.failed_share_max=1") as teachers:
         server.fault = lambda number: (400, {"error": "too long"})
         (found,) = teachers.beside([group(sample(0))], scores)
-    assert found.scores[0].error == 'teacher big: HTTP 400: \'{"error": "too long"}\''
+    assert found.scores[0].error == 'teacher big: HTTP 400: {"error": "too long"}'
     assert len(server.bodies) == 1
 
 
