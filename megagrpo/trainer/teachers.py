@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -148,7 +149,8 @@ class Teachers:
     def close(self) -> None:
         """Cancels all requests, and drops the connections to teachers that run already."""
         if "_loop" in vars(self):
-            self._start(self._close()).result(CLOSE_SECONDS)
+            with suppress(TimeoutError):
+                self._start(self._close()).result(CLOSE_SECONDS)
             self._loop.call_soon_threadsafe(self._loop.stop)
 
     # --- samples and scores -------------------------------------------------------------------------------------------
