@@ -23,7 +23,6 @@ from megagrpo.trainer.run import PhaseClock, Run
 from megagrpo.trainer.run_loop import Loop
 from megagrpo.trainer.schedule import Live
 from megagrpo.trainer.setup import first_state
-from megagrpo.trainer.teachers import Teachers
 from megagrpo.trainer.train import GrpoTraining
 from megagrpo.types import Group, Prompt, Sample, Score
 from tests.tiny_run import recipe_with
@@ -81,6 +80,16 @@ class FakeScorer:
         values = list(self.scores(number(group.prompt)))
         for value, each in zip(values, self.counted or [()] * len(values), strict=True):
             yield Score(value, counted=each, solved=value is not None and value >= 1)
+
+
+class FakeTeachers:
+    """Nobody is asked: samples have their teachers' logprobs from the start, or none."""
+
+    def beside(self, groups: Sequence[Group], score: Callable[[Sequence[Group]], list[Group]]) -> list[Group]:
+        return score(groups)
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
 
 
 @dataclass
@@ -174,7 +183,7 @@ def make_run(
         rollouts=FakeRollouts(settings.rollout.samples_per_prompt + settings.algorithm.greedy_responses),  # type: ignore[arg-type]
         scorer=FakeScorer(scores, greedy, counted),  # type: ignore[arg-type]
         policy=FakePolicy(),  # type: ignore[arg-type]
-        teachers=Teachers(settings, {}),
+        teachers=FakeTeachers(),  # type: ignore[arg-type]
         weights=FakeWeights(),  # type: ignore[arg-type]
         clock=PhaseClock(),
         work=TOKENS,

@@ -14,7 +14,7 @@ from megagrpo.types import TeacherTokens
 ROUNDING = 1e-4
 """Largest logprob that is read as 0: sums of probabilities are rounded."""
 TokenLogprobs = tuple[Any, Any, Any, Any]
-"""Of each token in question: the token that the server read [t], its logprob [t], the most likely ids in its place
+"""For each token in question: the token that the server read [t], its logprob [t], the most likely ids in its place
 [t, k], most likely first, and their logprobs [t, k]."""
 
 

@@ -63,14 +63,14 @@ class ExternalTeacher:
 
 @dataclass
 class Count:
-    """What a teacher was asked since the last step's metrics."""
+    """Requests to a teacher since the last step's metrics, and their results."""
 
     requests: int = 0
     retries: int = 0
     failed: int = 0
     """Responses without logprobs in the end."""
     seconds: float = 0.0
-    """Of all requests."""
+    """Sum over requests."""
 
     def metrics(self, name: str) -> dict[str, float]:
         figures = {**vars(self), "seconds": self.seconds / max(self.requests, 1)}
