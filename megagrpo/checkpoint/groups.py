@@ -77,7 +77,8 @@ NEEDED = "a whole file of groups, as this version writes them"
 FIX = "restore the file, or make it again"
 PACKED = {"extra_info": "extra_info", "messages": "a message", "events": "an event"}
 """Fields whose values are written as in typed_json, and their names in errors."""
-BASELINE = ("baseline", "baseline_score")
+OPTIONAL: Mapping[str, Any] = {"baseline": None, "baseline_score": None, "taught": ()}
+"""Defaults of the fields that a group's JSON may lack: files of the version before have no `taught`."""
 PENDING = "pending.safetensors"
 """In a checkpoint's rank directory."""
 
@@ -89,9 +90,13 @@ Index = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
 
 def _json_type(*kinds: type, without: Collection[str] = (), **others: Any) -> Any:
     """Returns the type of these dataclasses' JSON, as one object: without some fields, and with others. No field has a
-    default, so that none can be lost from a file; only baselines are optional."""
+    default, so that none can be lost from a file, but for those of OPTIONAL."""
     hints = {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()} | others
-    described = [(name, hint, *[None] * (name in BASELINE)) for name, hint in hints.items() if name not in without]
+    described = [
+        (name, hint, *([OPTIONAL[name]] if name in OPTIONAL else ()))
+        for name, hint in hints.items()
+        if name not in without
+    ]
     return msgspec.defstruct(f"{kinds[0].__name__}Json", described, kw_only=True)
 
 

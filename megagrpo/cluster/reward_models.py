@@ -203,7 +203,7 @@ def server_spec(recipe: Recipe, path: str, directory: Path, device: str, dtype: 
         dtype=dtype,
         device=device,
         requests_at_once=config.requests_at_once,
-        tokens_per_request=recipe.sequence_tokens_max + 1 if teaches else config.tokens_max,
+        tokens_per_request=recipe.taught_tokens_max + 1 if teaches else config.tokens_max,
         threads=max(1, (os.cpu_count() or 1) // 2),
         deterministic=teaches and bool(recipe.deterministic),
         keeps_weights=True,
@@ -226,7 +226,7 @@ def asked_ids(recipe: Recipe) -> int:
 
 def asked_of_teachers(recipe: Recipe, kind: EngineKind) -> dict[str, Any]:
     """Returns where teachers of this kind are asked, and the most bytes of an answer, as HttpEndpoint takes them."""
-    ids = (asked_ids(recipe) + 1) * recipe.sequence_tokens_max
+    ids = (asked_ids(recipe) + 1) * recipe.taught_tokens_max
     return {"path": kind.token_scores.path, "bytes_max": ANSWER_BYTES + BYTES_PER_ID * ids}
 
 

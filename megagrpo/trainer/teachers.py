@@ -215,9 +215,9 @@ class Teachers:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _answer(self, name: str, prompt: Prompt, sample: Sample) -> TeacherTokens | str:
-        """Asks about each sequence of the sample that has sampled tokens, up to the last of them."""
+        """Asks about each sequence of the sample that has sampled tokens, up to the last of them, as teachers read."""
         requests, masks = [], []
-        for branch in branches_of(np.array(prompt.tokens, np.int32), sample):
+        for branch in branches_of(np.array(prompt.taught or prompt.tokens, np.int32), sample):
             if len(trained := np.flatnonzero(branch.trained)):
                 first, end = int(trained[0]), int(trained[-1]) + 1
                 requests.append(self._asked_often(name, branch.tokens[:end], first))

@@ -87,6 +87,14 @@ def test_each_sample_gets_the_logprobs_of_its_own_tokens(server: TeacherServer) 
         assert set(teachers.take_metrics().values()) == {0.0}
 
 
+def test_a_teacher_reads_its_own_prompt_before_the_same_response(server: TeacherServer) -> None:
+    given = replace(group(sample(0)), prompt=replace(group().prompt, taught=(6, 1, 2)))
+    with asking(server) as teachers:
+        (found,) = teachers.beside([given], scores)
+    assert [(body["input_ids"], body["logprob_start_len"]) for body in server.bodies] == [([6, 1, 2, 3, 4, 5], 2)]
+    assert logprobs(found.samples[0]) == [-3 / 8, -4 / 8, -5 / 8]
+
+
 def test_a_rollout_of_an_agent_is_asked_branch_by_branch_up_to_the_last_token_of_the_policy(
     server: TeacherServer,
 ) -> None:
