@@ -19,7 +19,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from training import CPU_MODEL, CPU_TOKENS_PER_MICROBATCH, LR, batches_of, long_tailed, make_model, make_recipe, seconds_of
+from training import (
+    CPU_MODEL,
+    CPU_TOKENS_PER_MICROBATCH,
+    LR,
+    batches_of,
+    long_tailed,
+    make_model,
+    make_recipe,
+    seconds_of,
+)
 
 from megagrpo.megatron.rank import TrainRank
 from megagrpo.megatron.teacher import Teachers
