@@ -23,6 +23,7 @@ WITH_INTERVAL = re.compile(rf"{HELD_OUT.pattern}(/low|/high)?")
 SHORT, LONG = 5, 20
 """The number of known values in a mean: SHORT for a metric that jumps, LONG for one that is noisy."""
 KL_GROWTH, KL_LEAST = 2.0, 0.01
+DIVERGENCE_GROWTH = 1.5
 ENTROPY_LEFT = 0.2
 LENGTH_GROWTH = 2.0
 TRUNCATED_SHARE = 0.2
@@ -99,6 +100,11 @@ def _kl_without_reward(series: Series) -> np.ndarray:
     return (now > KL_LEAST) & (now > KL_GROWTH * before) & _reward_no_higher(series)
 
 
+def _divergence_grows(series: Series) -> np.ndarray:
+    now, before = (_mean(series, "teacher/divergence", LONG, back) for back in (0, LONG))
+    return (now > KL_LEAST) & (now > DIVERGENCE_GROWTH * before)
+
+
 def _entropy_collapse(series: Series) -> np.ndarray:
     entropy = _column(series, "entropy")
     known = entropy[np.isfinite(entropy)][:SHORT]
@@ -148,6 +154,7 @@ HOLDS: dict[AlertName, Callable[[Series], np.ndarray]] = {
         (_column(series, "skipped_steps") > 0) | (_column(series, "critic/skipped_steps") > 0)
     ),
     "kl_without_reward": _kl_without_reward,
+    "divergence_grows": _divergence_grows,
     "entropy_collapse": _entropy_collapse,
     "length_explosion": _length_explosion,
     "truncated": lambda series: _mean(series, "response_tokens/truncated_share", SHORT) > TRUNCATED_SHARE,

@@ -5,20 +5,24 @@ const tokenView = (() => {
   const { el, number } = report;
   const AT_ONCE = 3_000; // tokens
   const LEVELS = 8; // of a colour, on each side of zero
-  const UNITS = { difference: "nats", logprob: "nats", entropy: "nats", advantage: "" };
+  const UNITS = { difference: "nats", logprob: "nats", entropy: "nats", advantage: "", teacher: "nats", divergence: "nats" };
   const FIGURES = {
     difference: "train − rollout logprob",
     advantage: "advantage",
     entropy: "entropy",
     logprob: "rollout logprob",
+    teacher: "teacher − rollout logprob",
+    divergence: "divergence from the teacher",
     version: "version of the weights",
   };
-  const SIGNED = ["difference", "advantage"];
+  const SIGNED = ["difference", "advantage", "teacher"];
   const MEANING = {
     difference: ["the trainer finds it less likely", "more likely than the engine did"],
     advantage: ["made less likely", "made more likely"],
     entropy: ["sure", "unsure"],
     logprob: ["likely", "unlikely"],
+    teacher: ["the teacher finds it less likely", "more likely than the policy did"],
+    divergence: ["as the teacher", "far from it"],
     version: ["older", "newer"],
   };
 

@@ -220,6 +220,7 @@ const sampleView = (() => {
       ["versions", versions.length > 3 ? `${versions[0]} … ${versions.at(-1)}` : versions.join(", ")],
       ["source", store.name("data_source", row)],
       ["ability", sample.ability],
+      ["teacher", sample.teacher],
       ["mean mismatch", Number.isNaN(store.mismatch[row]) ? "" : `${number(store.mismatch[row])} nats`],
     ];
     const title = `${label(store, row)} · ${store.name("set", row)}`;

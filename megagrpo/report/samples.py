@@ -36,9 +36,11 @@ SOLVED, MASKED, FAILED, AGENT = 1, 2, 4, 8
 """Bits of a row's flags."""
 PREVIEW = 80  # characters
 NO_TOKEN = -1
-FIGURES = ("rollout_logprobs", "train_logprobs", "entropies", "token_advantages")
+FIGURES = (
+    "rollout_logprobs", "train_logprobs", "entropies", "token_advantages", "teacher_logprobs", "teacher_divergences",
+)  # fmt: skip
 PROMPT = ("prompt_id", "prompt", "messages", "ground_truth", "ability")
-TEXTS = (*PROMPT, "response", "parts", "notes", "answer", "error", "masked", "agent")
+TEXTS = (*PROMPT, "response", "parts", "notes", "answer", "error", "masked", "teacher", "agent")
 NAMES = ("set", "data_source", "finish")
 SCRIPTS = ("vendor/diff.min.js", "samples_store.js", "sample_tokens.js", "sample_view.js", "samples.js")
 
@@ -167,7 +169,7 @@ def _file(table: pa.Table, run: int, tokens_left: int, threads: ThreadPoolExecut
     places = {key: place for place, key in enumerate(prompts)}
     prompt = np.array([places[key] for key in keys], np.uint32)
     responses = [row["response"] or "" for row in rows]
-    details = [{name: row[name] for name in ("parts", "notes", "answer", "error", "masked")} for row in rows]
+    details = [{name: row[name] for name in ("parts", "notes", "answer", "error", "masked", "teacher")} for row in rows]
     for detail in details:  # JSON has no number that is not finite
         parts = detail["parts"] or ()
         detail["parts"] = [
@@ -223,7 +225,7 @@ def _tokens(table: pa.Table) -> Columns:
     texts = _flat(table["token_texts"], sizes, "").dictionary_encode()
     ids = _flat(table["token_ids"], sizes, NO_TOKEN).to_numpy(zero_copy_only=False)
     pairs, code = np.unique(ids.astype(np.int64) << 32 | texts.indices.to_numpy(), return_inverse=True)
-    rollout, train, entropy, advantage = (
+    rollout, train, entropy, advantage, teacher, divergence = (
         np.asarray(_flat(table[name], sizes, None).to_numpy(zero_copy_only=False), np.float32) for name in FIGURES
     )
     return {
@@ -235,6 +237,8 @@ def _tokens(table: pa.Table) -> Columns:
         "difference": _half(train - rollout),
         "entropy": _half(entropy),
         "advantage": _half(advantage),
+        "teacher": _half(teacher - rollout),
+        "divergence": _half(divergence),
     }
 
 

@@ -97,7 +97,7 @@ const samples = (() => {
       const cut = (name) => columns[name].subarray(begin, begin + size);
       const codes = Array.from(cut("code"));
       const figures = { size, version: Array.from(cut("version")) };
-      for (const name of ["logprob", "difference", "entropy", "advantage"]) {
+      for (const name of ["logprob", "difference", "entropy", "advantage", "teacher", "divergence"]) {
         figures[name] = Float32Array.from(cut(name), (bits) => HALVES[bits]);
       }
       return { ...figures, ids: codes.map((code) => columns.ids[code]), texts: codes.map((code) => columns.texts[code]) };

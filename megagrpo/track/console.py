@@ -41,6 +41,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "reward": ("reward/mean", ".3f"),
     "loss": ("loss/tokens", ".4f"),
     "KL": ("kl/mean", ".2g"),
+    "from teacher": ("teacher/divergence", ".2g"),
     "grad norm": ("grad_norm", ".2f"),
     "critic expl. var.": ("critic/explained_variance", ".2f"),
     "response": ("response_tokens/mean", ".1f"),

@@ -52,6 +52,7 @@ SCHEMA = pa.schema(
         ("prompt_tokens", pa.int32()),
         ("tokens", pa.int32()),  # tokens that the policy sampled
         ("age", pa.int32()),  # greatest staleness of a token, in versions
+        ("teacher", pa.string()),  # its name; null: none
         ("agent", pa.string()),  # JSON: the trace of an agent's rollout (`trace`); null: no agent
         # A value for each sampled token; null but for the first track.rollouts.token_samples_per_step samples.
         ("token_ids", pa.list_(pa.int32())),
@@ -61,6 +62,8 @@ SCHEMA = pa.schema(
         ("train_logprobs", pa.list_(pa.float32())),  # by the trainer; null where the step did not compute them
         ("entropies", pa.list_(pa.float32())),  # of the policy, in nats; null where the step did not compute them
         ("token_advantages", pa.list_(pa.float32())),
+        ("teacher_logprobs", pa.list_(pa.float32())),  # null where the teacher has said none of the sampled token
+        ("teacher_divergences", pa.list_(pa.float32())),  # null without a divergence in the loss
     ]
 )
 

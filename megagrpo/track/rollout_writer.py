@@ -29,11 +29,13 @@ WITH_TOKENS_MAX = 2
 """Steps that may wait with the figures of their tokens, which are most of the queue's memory."""
 WAITING_MAX = 4
 FINISH_TIMEOUT_SECONDS = 60.0
-FIGURES = [f"{name}.list.element" for name in ("rollout_logprobs", "train_logprobs", "entropies")]
+FIGURES = [f"{name}.list.element" for name in (
+    "rollout_logprobs", "train_logprobs", "entropies", "teacher_logprobs", "teacher_divergences",
+)]  # fmt: skip
 """Parquet's names of columns whose values are all different: bytes of equal weight compress better together."""
 REPEATED = [
     "set", "data_source", "ability", "prompt_id", "prompt", "messages", "ground_truth", "finish", "masked",
-    "parts.key_value.key", "notes.key_value.key", "token_ids.list.element", "token_texts.list.element",
+    "teacher", "parts.key_value.key", "notes.key_value.key", "token_ids.list.element", "token_texts.list.element",
     "token_versions.list.element", "token_advantages.list.element",
 ]  # fmt: skip
 """Columns with repeated values: a file holds each value once."""
@@ -43,7 +45,9 @@ another thread."""
 PART_TOKENS = 1 << 20
 """Tokens of a part of a table: tens of MB."""
 TRAINED = ("train_logprobs", "entropies", "token_advantages")
-"""Columns with values of the tokens that are trained on; other columns have values of all tokens."""
+TAUGHT = ("teacher_logprobs", "teacher_divergences")
+"""Columns with values of the tokens that are trained on, TAUGHT of those in rows with a teacher. Other columns have
+values of all tokens."""
 INCOMPLETE = "\ufffd"
 """The replacement for bytes that are no character."""
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -59,6 +63,9 @@ class Learned:
     advantages: Advantages
     logprobs: Ragged | None = None  # float32, by the trainer before the update, of the first rows
     entropies: Ragged | None = None  # float32, as the update first saw it, of the first rows
+    teachers: Sequence[str | None] = ()  # by row; (): the recipe has no teachers
+    teacher_logprobs: Ragged | None = None  # float32, NaN where not known
+    divergences: Ragged | None = None  # float32, from the teacher, NaN for tokens without one
 
 
 @dataclass(frozen=True)
@@ -236,6 +243,7 @@ def _values(rollouts: StepRollouts, row: _Row) -> dict[str, Any]:
         "solved": score.solved,
         "advantage": float(learned.advantages.of_rows[row.number]) if learned and learned.rows[row.number] else None,
         "finish": sample.finish,
+        "teacher": learned.teachers[row.number] if learned and learned.teachers else None,
         "prompt_tokens": len(prompt.tokens),
         "tokens": len(sample.tokens),
         "age": int(rollouts.version - sample.versions.min()) if len(sample.versions) else 0,
@@ -250,7 +258,7 @@ def _json(value: Any) -> str:
 def _token_columns(rollouts: StepRollouts, rows: Sequence[_Row], texts: TokenTexts) -> dict[str, pa.ListArray]:
     """Returns columns with a list for each row; null for rows without figures."""
     shown, learned = [row for row in rows if row.figured], rollouts.learned
-    figured = trained = np.array([row.figured for row in rows])
+    figured = trained = taught = np.array([row.figured for row in rows])
     offsets = np.cumsum([0, *(len(row.sample.tokens) if row.figured else 0 for row in rows)])
     parts = {
         "token_ids": [row.sample.tokens for row in shown],
@@ -259,16 +267,22 @@ def _token_columns(rollouts: StepRollouts, rows: Sequence[_Row], texts: TokenTex
     }
     if learned is not None:
         trained = figured & learned.rows[[row.number for row in rows]]
+        taught = trained & [row.number < len(learned.teachers) and bool(learned.teachers[row.number]) for row in rows]
         of_rows = learned.advantages.of_rows
         parts["token_advantages"] = [np.full(len(row.sample.tokens), of_rows[row.number]) for row in shown]
+        own = (learned.logprobs, learned.entropies, learned.advantages.of_tokens)
         for name, figures in zip(
-            TRAINED, (learned.logprobs, learned.entropies, learned.advantages.of_tokens), strict=True
+            (*TRAINED, *TAUGHT), (*own, learned.teacher_logprobs, learned.divergences), strict=True
         ):
             if figures is not None:
                 parts[name] = [figures.row(row.number) for row in shown]
     kinds = {name: SCHEMA.field(name).type.value_type for name in parts}
     flat = {
-        name: pa.array(np.concatenate([np.empty(0, kinds[name].to_pandas_dtype()), *values]), kinds[name])
+        name: pa.array(  # a NaN of a teacher becomes a null
+            np.concatenate([np.empty(0, kinds[name].to_pandas_dtype()), *values]),
+            kinds[name],
+            from_pandas=name in TAUGHT,
+        )
         for name, values in parts.items()
     }
     flat["token_texts"] = texts.pieces(flat["token_ids"].to_numpy(), offsets)
@@ -277,7 +291,7 @@ def _token_columns(rollouts: StepRollouts, rows: Sequence[_Row], texts: TokenTex
             pa.array(offsets, pa.int32()),
             values,
             type=SCHEMA.field(name).type,
-            mask=pa.array(~(trained if name in TRAINED else figured)),
+            mask=pa.array(~(taught if name in TAUGHT else trained if name in TRAINED else figured)),
         )
         for name, values in flat.items()
     }

@@ -415,13 +415,18 @@ def train(run: TrainRun, trained: Trained, step: int) -> Trained:
 
 def learned_of(run: TrainRun, sampled: Sampled, trained: Trained) -> Learned:
     """Returns the step's rows and advantages for the trackers, and the ranks' figures of the tokens that are kept."""
-    settings = run.recipe.track.rollouts
+    settings, learned = run.recipe.track.rollouts, Learned(trained.rows, trained.advantages)
+    if (taught := trained.taught) is not None:
+        in_loss = taught.agreement is not None
+        learned = replace(learned, teachers=taught.teacher_of_row, teacher_logprobs=taught.logprobs)
+        learned = replace(learned, divergences=taught.divergence if in_loss else None)
     if trained.policy is None or settings is None or settings.token_samples_per_step == 0:
-        return Learned(trained.rows, trained.advantages)
+        return learned
     kept = first_groups(first_groups(sampled.groups, settings.samples_per_step), settings.token_samples_per_step)
     lengths = np.array([len(sample.tokens) for group in kept for sample in group.samples], np.int64)
     with run.policy.alone():  # a lost node without ranks must not keep a finished step from being saved
-        return Learned(trained.rows, trained.advantages, *run.policy.token_figures(lengths))
+        logprobs, entropies = run.policy.token_figures(lengths)
+    return replace(learned, logprobs=logprobs, entropies=entropies)
 
 
 def sync(run: Run, version: int, *, changed: bool = True) -> None:

@@ -42,6 +42,7 @@ HEALTHY = {
     "skipped_steps": flat(0),
     "kl/mean": np.linspace(0.0, 0.05, STEPS),
     "reward/mean": RISING,
+    "teacher/divergence": np.linspace(0.8, 0.1, STEPS),
     "entropy": np.linspace(2.0, 0.6, STEPS),
     "response_tokens/mean": np.linspace(200, 900, STEPS),
     "response_tokens/truncated_share": flat(0.05),
@@ -57,6 +58,7 @@ HEALTHY = {
 ILL = {
     "gradient_not_finite": {"skipped_steps": from_then(0, 1)},
     "kl_without_reward": {"kl/mean": from_then(0.02, 0.2), "reward/mean": flat(0.5)},
+    "divergence_grows": {"teacher/divergence": from_then(0.2, 0.5)},
     "entropy_collapse": {"entropy": from_then(2.0, 0.1)},
     "length_explosion": {
         "response_tokens/mean": from_then(200, 900),

@@ -121,7 +121,7 @@ def test_what_eval_has_written_has_a_page_without_a_run(
 
 
 def test_the_figures_of_a_token_come_back(tmp_path: Path) -> None:
-    write_samples(tmp_path, 1, [sample(1, number=number) for number in (0, 1)])
+    write_samples(tmp_path, 1, [sample(1, number=number, teacher_logprobs=[0.0] * 6) for number in (0, 1)])
     write_samples(tmp_path, 2, [sample(2, token_texts=None), sample(2, "sums:1", token_ids=None, train_logprobs=None)])
     columns, late = sample_data([run_in(tmp_path)])
     first, second = (decoded(late[f"tokens_{name}"]) for name in columns["files"])
@@ -131,6 +131,9 @@ def test_the_figures_of_a_token_come_back(tmp_path: Path) -> None:
     differences = [file["difference"].view(np.float16) for file in (first, second)]
     assert differences[0][:6] == pytest.approx([-0.02, -0.01, 0, 0.01, 0.02, 0.03], abs=1e-4)
     assert np.isnan(differences[1][6:]).all()
+    teachers = [file["teacher"].view(np.float16) for file in (first, second)]
+    assert teachers[0][:6] == pytest.approx([0.5] * 6, abs=1e-3)
+    assert np.isnan(teachers[1]).all()
     assert columns["mismatch"][:2] == pytest.approx([0.015, 0.015], abs=1e-6)
 
 

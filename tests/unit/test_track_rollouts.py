@@ -91,7 +91,9 @@ def test_a_row_has_what_was_sampled_scored_and_learned(tmp_path: Path) -> None:
     lengths = [len(sample.tokens) for sample in found.samples]
     figures = ragged_zeros(lengths, np.float32)
     figures.values[:] = np.arange(sum(lengths))
-    learned = Learned(np.array([True, False]), Advantages(np.array([0.5, 0.0])), figures, None)
+    taught = figures.with_values(np.where(figures.values == 1, np.nan, -figures.values).astype(np.float32))
+    teachers = {"teachers": ["big", None], "teacher_logprobs": taught}
+    learned = Learned(np.array([True, False]), Advantages(np.array([0.5, 0.0])), figures, None, **teachers)
     assert write(tmp_path, StepRollouts(7, {TRAIN: [found]}, 5, None, learned)) == []
     table = read_rollouts(tmp_path)
     assert table.schema == SCHEMA
@@ -111,8 +113,10 @@ def test_a_row_has_what_was_sampled_scored_and_learned(tmp_path: Path) -> None:
     assert first["train_logprobs"] == figures.row(0).tolist()
     assert "".join(first["token_texts"]) == "82"
     assert (second["score"], second["error"], second["advantage"], second["answer"]) == (None, "raised", None, None)
-    for column in ("train_logprobs", "token_advantages"):
+    for column in ("train_logprobs", "token_advantages", "teacher_logprobs", "teacher"):
         assert second[column] is None, "it is not trained on"
+    assert (first["teacher"], first["teacher_divergences"]) == ("big", None)
+    assert first["teacher_logprobs"] == [-0.0, None, *(-figures.row(0)[2:]).tolist()]
     assert first["entropies"] is None
     assert len(second["rollout_logprobs"]) == lengths[1]
 

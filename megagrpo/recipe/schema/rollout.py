@@ -130,6 +130,7 @@ class DynamicSamplingConfig(Section):
 AlertName = Literal[
     "gradient_not_finite",
     "kl_without_reward",
+    "divergence_grows",
     "entropy_collapse",
     "length_explosion",
     "truncated",
