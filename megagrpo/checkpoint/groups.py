@@ -45,8 +45,6 @@ from megagrpo.types import AgentRun, Branch, Group, KeptSets, Prompt, Sample, Sc
 from megagrpo.weights.files import sync_directories
 
 FORMAT = "megagrpo groups 5"
-BEFORE = "megagrpo groups 4"
-"""The format without teachers, which is read as well."""
 FIELDS: Mapping[str, Mapping[str, type]] = {
     "": {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32},
     "prompt_": {"tokens": np.int32},
@@ -56,19 +54,26 @@ FIELDS: Mapping[str, Mapping[str, type]] = {
 DTYPES = {
     **{prefix + name: dtype for prefix, of in FIELDS.items() for name, dtype in {**of, "offsets": np.int64}.items()},
     "json": np.uint8,
+}
+SINCE_4: Mapping[str, type] = {
     "kept_ids": np.int32,
     "kept_ends": np.int64,
     "routes": np.uint8,
     "routes_shapes": np.int64,
     "routes_digests": np.uint64,
 }
-SINCE_BEFORE: Mapping[str, type] = {
+SINCE_5: Mapping[str, type] = {
     "teacher_widths": np.int64,
     "teacher_logprobs": np.float32,
     "teacher_ids": np.int32,
     "teacher_ids_logprobs": np.float32,
 }
-DTYPES |= SINCE_BEFORE
+DTYPES |= {**SINCE_4, **SINCE_5}
+EARLIER: Mapping[str, Collection[str]] = {
+    "megagrpo groups 4": SINCE_5.keys(),
+    "megagrpo groups 3": SINCE_4.keys() | SINCE_5.keys(),
+}
+"""Earlier formats that are read as well, and the arrays that they lack."""
 CODES: Mapping[type, str] = {
     np.int32: "I32", np.float32: "F32", np.int64: "I64", np.uint8: "U8", np.uint64: "U64"
 }  # fmt: skip
@@ -78,7 +83,7 @@ FIX = "restore the file, or make it again"
 PACKED = {"extra_info": "extra_info", "messages": "a message", "events": "an event"}
 """Fields whose values are written as in typed_json, and their names in errors."""
 OPTIONAL: Mapping[str, Any] = {"baseline": None, "baseline_score": None, "taught": ()}
-"""Defaults of the fields that a group's JSON may lack: files of the version before have no `taught`."""
+"""Defaults of the fields that a group's JSON may lack: files of earlier formats have no `taught`."""
 PENDING = "pending.safetensors"
 """In a checkpoint's rank directory."""
 
@@ -238,7 +243,7 @@ def _arrays(path: Path) -> Arrays:
         raise ValueError("no such file" if not path.exists() else "a directory, a device or a pipe")
     with safe_open(path, framework="numpy") as file:
         metadata, names = file.metadata() or {}, set(file.keys())
-        wanted = {FORMAT: set(DTYPES), BEFORE: DTYPES.keys() - SINCE_BEFORE}
+        wanted = {FORMAT: set(DTYPES), **{old: DTYPES.keys() - lacking for old, lacking in EARLIER.items()}}
         if names != wanted.get(metadata.get("format", "")):
             raise ValueError(f"format {brief(metadata.get('format'))} with arrays {brief(sorted(names))}")
         for name in names:
@@ -248,9 +253,11 @@ def _arrays(path: Path) -> Arrays:
         arrays = {name: file.get_tensor(name) for name in names}
     if metadata.get("blake2b") != _checksum(arrays):
         raise ValueError("another checksum than when it was written")
-    if names != set(DTYPES):
-        arrays |= {name: np.zeros(0, dtype) for name, dtype in SINCE_BEFORE.items()}
-        arrays["teacher_widths"] = np.full(max(len(arrays["offsets"]) - 1, 0), -1, np.int64)
+    absent, counts = DTYPES.keys() - names, [len(arrays[name]) - 1 for name in ("offsets", "branch_offsets")]
+    sizes = {"kept_ends": len(arrays["tokens"]), "teacher_widths": counts[0]}
+    sizes |= {"routes_shapes": 4 * sum(counts), "routes_digests": sum(counts)}
+    none = dict.fromkeys(("kept_ends", "teacher_widths"), -1)
+    arrays |= {name: np.full(max(sizes.get(name, 0), 0), none.get(name, 0), DTYPES[name]) for name in absent}
     tokens = ("tokens", "versions", "prompt_tokens", "branch_tokens", "teacher_ids")
     if any(arrays[name].min(initial=0) < 0 for name in tokens):
         raise ValueError("a token or a version below 0")
@@ -352,7 +359,7 @@ def _teachers(arrays: Arrays, cuts: np.ndarray) -> Iterator[TeacherTokens | None
     widths = arrays["teacher_widths"]
     counts = np.where(widths < 0, 0, np.diff(cuts)) if len(widths) == len(cuts) - 1 else np.zeros(0, np.int64)
     of_tokens, of_ids = np.cumsum([0, *counts]), np.cumsum([0, *(counts * widths)])
-    logprobs, ids, ids_logprobs = (arrays[name] for name in list(SINCE_BEFORE)[1:])
+    logprobs, ids, ids_logprobs = (arrays[name] for name in list(SINCE_5)[1:])
     sound = len(widths) == len(cuts) - 1 and widths.min(initial=0) >= -1 and widths.max(initial=0) < 2**24
     if not sound or len(logprobs) != of_tokens[-1] or {len(ids), len(ids_logprobs)} != {of_ids[-1]}:
         raise ValueError("teachers' logprobs that are not those of the tokens")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -166,3 +170,37 @@ def test_no_sample_is_lost_when_a_teachers_server_ends_or_stands_still(
     log = directory / "logs" / "teacher_big.log"
     assert log.read_text().count("server_args=") == 2, "it was started twice"
     assert not log.with_name(f"{log.name}.leftovers.json").exists(), "the second was closed"
+
+
+def test_a_run_with_teachers_on_its_ranks_continues_and_is_replayed_with_the_same_numbers(
+    inputs: Path, tmp_path: Path, ray: Mapping[str, str]
+) -> None:
+    """Rows of one source learn from another model, which reads a system message; others from the policy's average."""
+    rows = pq.read_table(inputs / "train.parquet").to_pylist()
+    sources = [row | {"data_source": ("sums", "others")[at % 2]} for at, row in enumerate(rows)]
+    pq.write_table(pa.Table.from_pylist(sources), tmp_path / "train.parquet")
+    values = small_run.recipe(inputs, tmp_path, "taught")
+    values["data"]["train"] = [{"path": str(tmp_path / "train.parquet")}]
+    teachers = {
+        "big": {"kind": "ranks", "path": str(make_teacher(tmp_path / "teacher"))},
+        "mean": {"kind": "reference"},
+    }
+    objective = {"name": "full_vocabulary", "divergence": "jsd"}
+    by_source = {"sums": "big", "others": "mean"}
+    values["teachers"] = teachers
+    values["algorithm"] |= {"reference": {"update_every_steps": 1, "share": 0.2}}
+    values["algorithm"]["distillation"] = {"objective": objective, "by_source": by_source, "system": "1"}
+    values["checkpoint"] |= {"keep_batches": small_run.STEPS}
+    small_run.train(small_run.write(values, tmp_path), environment=ray)
+    directory = tmp_path / "taught"
+    whole = small_run.metrics(directory)
+    assert whole[1]["teacher/divergence/others"] == pytest.approx(0, abs=1e-6)
+    assert whole[4]["teacher/divergence/others"] > 1e-6
+    assert whole[4]["teacher/divergence/sums"] > whole[4]["teacher/divergence/others"]
+
+    shutil.rmtree(directory / "checkpoints" / "step_000004")
+    printed = small_run.train(directory, "--step", "4", command="replay", environment=ray)
+    assert "metrics are equal, bit for bit" in printed
+    shutil.rmtree(directory / "hugging_face")
+    assert "continuing after step 2" in small_run.train(directory / "recipe.yaml", environment=ray)
+    assert small_run.stable(small_run.metrics(directory)) == small_run.stable(whole)

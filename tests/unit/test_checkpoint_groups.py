@@ -244,20 +244,34 @@ def test_a_file_of_another_version_is_refused_by_its_format(written: Path) -> No
         read_groups(path, dict)
 
 
-def test_a_file_of_the_version_before_is_read_without_teachers(written: Path) -> None:
-    path = written.with_name("before.safetensors")
-    arrays = {name: array for name, array in load_file(written).items() if name not in groups_file.SINCE_BEFORE}
+def without(number: int, sample: Sample) -> Sample:
+    """Returns what files of format `number` keep of a sample."""
+    sample = replace(sample, teacher=None)
+    if number > 3:
+        return sample
+    agent = sample.agent
+    if agent is not None:
+        agent = replace(agent, branches=tuple(replace(branch, routes=None) for branch in agent.branches))
+    return replace(sample, agent=agent, routes=None, kept=None)
+
+
+@pytest.mark.parametrize("number", [3, 4])
+def test_a_file_of_an_earlier_format_is_read_without_what_it_lacks(number: int, written: Path) -> None:
+    path, name = written.with_name("before.safetensors"), f"megagrpo groups {number}"
+    lacking = groups_file.EARLIER[name]
+    arrays = {name: array for name, array in load_file(written).items() if name not in lacking}
     content = json.loads(bytes(arrays["json"]))
     for saved in content["groups"]:
         del saved["taught"]
     arrays["json"] = np.frombuffer(json.dumps(content).encode(), np.uint8)
-    save_file(arrays, path, {"format": groups_file.BEFORE, "blake2b": groups_file._checksum(arrays)})
+    save_file(arrays, path, {"format": name, "blake2b": groups_file._checksum(arrays)})
     found, notes = read_groups(path, dict)
     bare = [
         replace(
             group,
             prompt=replace(group.prompt, taught=()),
-            samples=tuple(replace(s, teacher=None) for s in group.samples),
+            samples=tuple(without(number, sample) for sample in group.samples),
+            baseline=group.baseline and without(number, group.baseline),
         )
         for group in GROUPS
     ]
