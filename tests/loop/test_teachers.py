@@ -194,9 +194,8 @@ def test_a_run_with_teachers_on_its_ranks_continues_and_is_replayed_with_the_sam
     small_run.train(small_run.write(values, tmp_path), environment=ray)
     directory = tmp_path / "taught"
     whole = small_run.metrics(directory)
-    assert whole[1]["teacher/divergence/others"] == pytest.approx(0, abs=1e-6)
-    assert whole[4]["teacher/divergence/others"] > 1e-6
-    assert whole[4]["teacher/divergence/sums"] > whole[4]["teacher/divergence/others"]
+    for step in (1, 4):
+        assert 0 < whole[step]["teacher/divergence/others"] < whole[step]["teacher/divergence/sums"]
 
     shutil.rmtree(directory / "checkpoints" / "step_000004")
     printed = small_run.train(directory, "--step", "4", command="replay", environment=ray)
