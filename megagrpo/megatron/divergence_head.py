@@ -1,5 +1,5 @@
-"""Distillation at the end of the last pipeline stage: the divergence of a student from a teacher of the same ranks, the
-most likely ids of a model, and logprobs at given ids (heads.py has those of the sampled ones).
+"""Distillation at the end of the last pipeline stage: the divergence of a student from a teacher of the same ranks with
+the student's logprobs, the most likely ids of a model, and logprobs at given ids.
 
 Logits [tokens, vocabulary] never exist, neither the student's nor the teacher's: both apply a few rows of their output
 matrices at a time, the same ids, each half as many as a head of one model.
@@ -20,8 +20,10 @@ from megagrpo.megatron.attention import Collect
 from megagrpo.megatron.heads import (
     LOWEST,
     VocabularyShard,
+    add_labels,
     columns_at_once,
     compiled,
+    labels_in,
     product,
     scaled,
     vocabulary_logprobs,
@@ -49,9 +51,20 @@ class HeadScale:
         return self.scale / self.temperature, None if self.cap is None else self.cap / self.temperature
 
 
+@dataclass(frozen=True)
+class Compared:
+    """The results of a head that compares a student with a teacher at n tokens."""
+
+    logprobs: Tensor  # float32 [n], the student's, of the labels
+    entropies: Tensor  # float32 [n], the student's; zeros: not computed
+    divergence: Tensor  # float32 [n]
+    agrees: Tensor  # bool [n], the most likely id of both is the same
+
+
 def vocabulary_divergence(
     hidden: Tensor,
     positions: Tensor,
+    labels: Tensor,
     weight: Tensor,
     teacher_hidden: Tensor,
     teacher_weight: Tensor,
@@ -61,43 +74,46 @@ def vocabulary_divergence(
     beta: float,
     student: HeadScale,
     teacher: HeadScale,
+    entropy: bool = False,
     chunk_columns: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns the divergence of student p from teacher q over the vocabulary, and whether their most likely ids agree.
+) -> Compared:
+    """Returns the divergence of student p from teacher q over the vocabulary, with what `vocabulary_logprobs` does of p.
 
     forward_kl: sum q log(q / p); reverse_kl: sum p log(p / q); jsd: beta KL(q || m) + (1 - beta) KL(p || m) with
     m = beta q + (1 - beta) p, 0 < beta < 1 (arXiv:2306.13649): for beta near 0 it is beta times the forward KL, near 1
     1 - beta times the reverse one.
-    hidden: [tokens, hidden], equal on all tensor ranks; positions: int64 [n], distinct rows of it; weight: [rows of
-    this rank, hidden]; teacher_hidden: [n, its hidden size], at these positions; teacher_weight: its rows of the same
-    ids. A model's two tensors are both float32 or both bfloat16. Returns float32 [n] and bool [n], equal on all tensor
+    hidden: [tokens, hidden], equal on all tensor ranks; positions: int64 [n], distinct rows of it; labels: int64 [n];
+    weight: [rows of this rank, hidden]; teacher_hidden: [n, its hidden size], at these positions; teacher_weight: its
+    rows of the same ids. A model's two tensors are both float32 or both bfloat16. The result is equal on all tensor
     ranks. Of equally likely ids the lowest is the most likely.
 
-    Gradients flow to `hidden` and `weight` as in `vocabulary_logprobs`, and not to the teacher. The forward pass
-    gathers 7 numbers of each position from all tensor ranks; `jsd` computes all logits twice, and sums 2 more. The
-    backward pass computes them again, and moves nothing.
+    Gradients flow to `hidden` and `weight` as in `vocabulary_logprobs`, and not to the teacher: one product with each
+    output matrix serves all results. The forward pass gathers 9 numbers of each position from all tensor ranks; `jsd`
+    computes all logits twice, and sums 2 more. The backward pass computes them again, and moves nothing.
     """
     columns = chunk_columns or columns_at_once(len(positions), hidden.device) // 2
     chosen: Tensor = Collect.apply(hidden, positions)
     of_teacher = teacher_hidden.detach(), teacher_weight.detach()
-    values, agree = _VocabularyDivergence.apply(
-        chosen, weight, *of_teacher, shard, divergence, beta, (student.factors, teacher.factors), columns
+    factors = student.factors, teacher.factors
+    return Compared(
+        *_VocabularyDivergence.apply(
+            chosen, weight, labels, *of_teacher, shard, divergence, beta, factors, entropy, columns
+        )
     )
-    return values, agree
 
 
 def logprobs_at(
-    hidden: Tensor, positions: Tensor, ids: Tensor, weight: Tensor, shard: VocabularyShard, scale: HeadScale
-) -> Tensor:
-    """Returns log softmax at several ids of each position: float32 [n, k], with gradients as in `vocabulary_logprobs`.
-
-    ids: int64 [n, k], below shard.vocab.
-    """
-    logprobs, _ = vocabulary_logprobs(
-        hidden, positions, ids, weight, shard,
-        temperature=scale.temperature, entropy=False, scale=scale.scale, cap=scale.cap,
-    )  # fmt: skip
-    return logprobs
+    hidden: Tensor,
+    positions: Tensor,
+    ids: Tensor,
+    weight: Tensor,
+    shard: VocabularyShard,
+    scale: HeadScale,
+    *,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Returns what `vocabulary_logprobs` does, at several ids of each position: int64 [n, k], below shard.vocab."""
+    return vocabulary_logprobs(hidden, positions, ids, weight, shard, **vars(scale), entropy=entropy)
 
 
 @torch.no_grad()
@@ -138,58 +154,72 @@ class _VocabularyDivergence(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        labels: Tensor,
         teacher_hidden: Tensor,
         teacher_weight: Tensor,
         shard: VocabularyShard,
         divergence: Divergence,
         beta: float,
         factors: tuple[Factors, Factors],
+        entropy: bool,
         columns: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         both = hidden, weight, teacher_hidden, teacher_weight
-        rows = shard.real_rows(len(weight))
+        rows, local = shard.real_rows(len(weight)), labels[:, None] - shard.first
         sums, merged, of_mixture = (compiled(each, hidden.is_cuda) for each in (_sums, _merged, _mixture_sums))
-        order = -1 if divergence == "forward_kl" else 1  # the side whose probabilities weigh log ratios is first
-        found = hidden.new_zeros(7, len(hidden), dtype=torch.float64)
+        weighing = None if divergence == "jsd" else int(divergence == "forward_kl")
+        found = hidden.new_zeros(9, len(hidden), dtype=torch.float64)
         found[:2] = LOWEST
         for part in vocabulary_parts(rows, columns):
-            of_part = sums(*_logits(both, part)[::order], factors[::order], divergence != "jsd")
+            logits, (in_part, column) = _logits(both, part), labels_in(part, local)
+            of_label = scaled(logits[0].gather(1, column), *factors[0]).where(in_part, 0.0).double()
+            of_part = torch.cat([sums(*logits, factors, weighing, entropy), of_label.t()])
             of_part[2:4] += shard.first + part.start
-            found = merged(found, of_part)
+            found = merged(found, of_part, weighing)
+            del logits
         found, *others = _of_ranks(found, shard)
         for of_rank in others:
-            found = merged(found, of_rank)
-        (tops, ids, totals), mean = found[:6].view(3, 2, -1), found[6] / found[4]
-        values, agree = mean - (totals[0] / totals[1]).log(), ids[0] == ids[1]
-        if order < 0:
-            tops, totals = tops.flip(0), totals.flip(0)
+            found = merged(found, of_rank, weighing)
+        tops, ids, totals = found[:6].view(3, 2, -1)
+        log_totals = totals.log()
+        logprobs, entropies = found[8] - tops[0] - log_totals[0], log_totals[0] - found[7] / totals[0]
         tops, totals = tops.float(), totals.float()
-        if divergence == "jsd":
+        if weighing is None:
             shares = hidden.new_zeros(2, len(hidden), dtype=torch.float64)
             for part in vocabulary_parts(rows, columns):
                 shares += of_mixture(*_logits(both, part), tops, totals, factors, beta)
             of_teacher, mean = torch.stack(_of_ranks(shares, shard)).sum(0)
             values = of_teacher + mean
-        ctx.save_for_backward(*both, tops, totals, mean.float())
+        else:
+            mean = found[6] / found[4 + weighing]
+            values = mean - log_totals[weighing] + log_totals[1 - weighing]
+        entropies = entropies.float() if entropy else torch.zeros_like(mean, dtype=torch.float32)
+        agrees = ids[0] == ids[1]
+        ctx.save_for_backward(*both, local, tops, totals, mean.float(), entropies)
         ctx.constants = rows, divergence, beta, factors, columns
-        ctx.mark_non_differentiable(agree)
-        return values.clamp(min=0).float(), agree
+        ctx.mark_non_differentiable(agrees, *([] if entropy else [entropies]))
+        ctx.set_materialize_grads(False)
+        return logprobs.float(), entropies, values.clamp(min=0).float(), agrees
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-        *both, tops, totals, mean = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        *both, local, tops, totals, mean, entropies = ctx.saved_tensors
         hidden, weight, *_ = both
         rows, *constants, columns = ctx.constants
         hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         gradient_of = compiled(_gradient, hidden.is_cuda)
+        logprob_grad, divergence_grad = (torch.zeros_like(mean) if grads[at] is None else grads[at] for at in (0, 2))
+        of_tokens = tops, totals, mean, entropies, logprob_grad, grads[1], divergence_grad
         for part in vocabulary_parts(rows, columns):
-            gradient = gradient_of(*_logits(both, part), tops, totals, mean, grad, *constants, weight.dtype)
+            in_part, column = labels_in(part, local)
+            label_grad = logprob_grad[:, None].where(in_part, 0.0)
+            gradient = gradient_of(*_logits(both, part), *of_tokens, label_grad, column, *constants, weight.dtype)
             hidden_grad += product(gradient, weight[part])
             if weight_grad is not None:
                 torch.mm(gradient.t(), hidden, out=weight_grad[part])
             del gradient  # before the next logits are made
-        return hidden_grad.to(hidden.dtype), weight_grad, *[None] * 7
+        return hidden_grad.to(hidden.dtype), weight_grad, *[None] * 9
 
 
 def _logits(both: Sequence[Tensor], part: slice) -> tuple[Tensor, Tensor]:
@@ -207,39 +237,49 @@ def _of_ranks(values: Tensor, shard: VocabularyShard) -> list[Tensor]:
     return gathered
 
 
-def _sums(first: Tensor, second: Tensor, factors: tuple[Factors, Factors], weighted: bool) -> Tensor:
-    """Returns of a part of the scaled logits x of two models: the highest of each and their columns, the sums of e^y,
-    y = x - highest, and the sum of e^y (y - z) with y of the first and z of the second (0 unless `weighted`).
+def _sums(
+    student: Tensor, teacher: Tensor, factors: tuple[Factors, Factors], weighing: int | None, entropy: bool
+) -> Tensor:
+    """Returns of a part of the scaled logits x of both models: the highest of each and their columns, the sums of e^y,
+    y = x - highest, the sum of e^y (y - z) with y of the weighing model and z of the other, and of the student's y e^y.
 
-    float64 [7, n]. Op by op it reuses the memory of the logits; compiled it leaves them alone, because writing them
-    takes time.
+    float64 [8, n], of the last two 0 if not wanted. Op by op it reuses the memory of the logits; compiled it leaves
+    them alone, because writing them takes time.
     """
     lowered, tops, columns = [], [], []
-    for logits, of_model in zip((first, second), factors, strict=True):
+    for logits, of_model in zip((student, teacher), factors, strict=True):
         memory = None if torch.compiler.is_compiling() else logits
         x = scaled(logits, *of_model, memory)
         top, column = x.max(-1)
         lowered.append(torch.sub(x, top[:, None], out=memory))
         tops.append(top)
         columns.append(column)
-    difference = lowered[0] - lowered[1] if weighted else None
+    weights = of_entropy = torch.zeros_like(tops[0])
+    difference = None if weighing is None else lowered[weighing] - lowered[1 - weighing]
+    if entropy:
+        of_entropy = lowered[0].exp().mul_(lowered[0]).sum(-1)
     exponentials = [y.exp_() for y in lowered]
-    weights = torch.zeros_like(tops[0]) if difference is None else difference.mul_(exponentials[0]).sum(-1)
+    if difference is not None:
+        weights = difference.mul_(exponentials[weighing or 0]).sum(-1)
     totals = (each.sum(-1) for each in exponentials)
-    return torch.stack([each.double() for each in (*tops, *columns, *totals, weights)])
+    return torch.stack([each.double() for each in (*tops, *columns, *totals, weights, of_entropy)])
 
 
-def _merged(left: Tensor, right: Tensor) -> Tensor:
-    """Returns what `_sums` does, with ids for columns, of two parts together. The ids of the left one are lower."""
-    tops = torch.maximum(left[:2], right[:2])
+def _merged(left: Tensor, right: Tensor, weighing: int | None) -> Tensor:
+    """Returns what `_sums` does, with ids for columns and the label's logit behind, of two parts together.
+
+    The ids of the left one are lower. The label's logit is 0 where it is not in a part.
+    """
+    tops, first = torch.maximum(left[:2], right[:2]), weighing or 0
     ids = right[2:4].where(right[:2] > left[:2], left[2:4])
-    totals, weighted = torch.zeros_like(tops), torch.zeros_like(tops[:1])
+    sums = torch.zeros_like(left[4:])
     for part in (left, right):
         by = part[:2] - tops
-        factor = by.exp()
-        totals = totals + factor * part[4:6]
-        weighted = weighted + factor[:1] * (part[6:] + part[4:5] * (by[:1] - by[1:]))
-    return torch.cat([tops, ids, totals, weighted])
+        factor, totals = by.exp(), part[4:6]
+        weights = factor[first] * (part[6] + totals[first] * (by[first] - by[1 - first]))
+        of_entropy = factor[0] * (part[7] + totals[0] * by[0])
+        sums = sums + torch.cat([factor * totals, torch.stack([weights, of_entropy, part[8]])])
+    return torch.cat([tops, ids, sums])
 
 
 def _lowered(logits: Tensor, top: Tensor, factors: Factors) -> Tensor:
@@ -279,7 +319,12 @@ def _gradient(
     tops: Tensor,
     totals: Tensor,
     mean: Tensor,
-    grad: Tensor,
+    entropies: Tensor,
+    logprob_grad: Tensor,
+    entropy_grad: Tensor | None,
+    divergence_grad: Tensor,
+    label_grad: Tensor,
+    column: Tensor,
     divergence: Divergence,
     beta: float,
     factors: tuple[Factors, Factors],
@@ -288,20 +333,28 @@ def _gradient(
     """Returns the loss's gradient for the student's logits of a part, in `dtype`; memory as in `_sums`.
 
     d divergence / d x_j = p_j - q_j (forward), p_j (g_j - mean), with g = log p / q but for a constant (reverse) or
-    (1 - beta) log p / m (jsd), and mean = sum p g, [n];  d x / d logit = scale (1 - (x / cap)^2)
+    (1 - beta) log p / m (jsd), and mean = sum p g, [n]; the others as in heads.py.
     """
     y, z = _lowered(student, tops[0], factors[0]), _lowered(teacher, tops[1], factors[1])
     scale, cap = factors[0]
     slope = None if cap is None else (y + tops[0, :, None]).square_().mul_(-scale / cap**2).add_(scale)
-    ratio = (totals[0] / totals[1])[:, None]
+    of_entropy = None
+    if entropy_grad is not None:
+        of_entropy = (y + (entropies - totals[0].log())[:, None]).mul_((-entropy_grad / totals[0])[:, None])
+    of_divergence = divergence_grad / totals[0]  # p is e^y / total
     if divergence == "forward_kl":
-        gradient = y.exp_().addcmul_(z.exp_(), -ratio)
+        factor = (of_divergence - logprob_grad / totals[0])[:, None]
+        gradient = y.exp_().mul_(factor if of_entropy is None else of_entropy.add_(factor))
+        gradient.addcmul_(z.exp_(), (-divergence_grad / totals[1])[:, None])
     else:
         z.sub_(y)
-        g = z.neg_() if divergence == "reverse_kl" else _log_p_of_mixture(z.add_(ratio.log()), beta).mul_(1 - beta)
-        gradient = g.sub_(mean[:, None]).mul_(y.exp_())
-    factor = (grad / totals[0])[:, None]  # p is e^y / total
-    gradient = gradient.mul_(factor * scale if slope is None else slope.mul_(factor))
+        log_ratio = (totals[0] / totals[1]).log()[:, None]
+        g = z.neg_() if divergence == "reverse_kl" else _log_p_of_mixture(z.add_(log_ratio), beta).mul_(1 - beta)
+        g.mul_(of_divergence[:, None]).sub_((of_divergence * mean + logprob_grad / totals[0])[:, None])
+        gradient = (g if of_entropy is None else g.add_(of_entropy)).mul_(y.exp_())
+    gradient = add_labels(gradient, column, label_grad)
+    if slope is not None or scale != 1.0:
+        gradient = gradient.mul_(scale if slope is None else slope)
     return gradient.to(dtype)
 
 

@@ -175,7 +175,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
         sums = compiled(_sums, hidden.is_cuda)
         for part in vocabulary_parts(rows, columns):
             logits = product(hidden, weight[part].t())
-            in_part, column = _labels_in(part, local)
+            in_part, column = labels_in(part, local)
             of_label += scaled(logits.gather(1, column), scale, cap).where(in_part, 0.0)
             higher, of_part, weighted_of_part = sums(logits, top, _dropped(bits, part, shard), scale, cap, entropy)
             del logits  # before the next ones are made
@@ -213,7 +213,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
             logprob_grad = torch.zeros_like(local, dtype=torch.float32)
         of_all_labels = logprob_grad.sum(1)
         for part in vocabulary_parts(rows, columns):
-            in_part, column = _labels_in(part, local)
+            in_part, column = labels_in(part, local)
             label_grad = logprob_grad.where(in_part, 0.0)
             logits = product(hidden, weight[part].t())
             of_tokens = _dropped(bits, part, shard), normalizer, entropies, of_all_labels, entropy_grad, label_grad
@@ -304,14 +304,18 @@ def _gradient(
     if entropy_grad is not None:
         factor = (log_p + entropies[:, None]).mul_(-entropy_grad[:, None]).add_(factor)
     gradient = torch.mul(torch.exp(log_p, out=memory), factor, out=memory)
-    if memory is None and column.shape[1] == 1:
-        is_label = torch.arange(gradient.shape[1], device=gradient.device) == column
-        gradient = gradient + torch.where(is_label, label_grad, 0.0)
-    else:
-        gradient.scatter_add_(1, column, label_grad)
+    gradient = add_labels(gradient, column, label_grad)
     if cap is not None or scale != 1.0:
         gradient = torch.mul(gradient, slope, out=memory)
     return gradient.to(dtype)
+
+
+def add_labels(gradient: Tensor, column: Tensor, label_grad: Tensor) -> Tensor:
+    """Adds `label_grad` at the labels' columns, both [n, k], in place unless compiled for one label of each token."""
+    if torch.compiler.is_compiling() and column.shape[1] == 1:
+        is_label = torch.arange(gradient.shape[1], device=gradient.device) == column
+        return gradient + torch.where(is_label, label_grad, 0.0)
+    return gradient.scatter_add_(1, column, label_grad)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -335,7 +339,7 @@ def vocabulary_parts(rows: int, columns: int) -> Iterator[slice]:
         yield slice(begin, min(begin + width, rows))
 
 
-def _labels_in(part: slice, local: Tensor) -> tuple[Tensor, Tensor]:
+def labels_in(part: slice, local: Tensor) -> tuple[Tensor, Tensor]:
     """Returns a mask of the labels in `part`, bool [n, k], and their columns in it, int64 [n, k], 0 for others."""
     in_part = (local >= part.start) & (local < part.stop)
     return in_part, (local - part.start).where(in_part, 0)

@@ -146,7 +146,7 @@ class TrainRank(ModelRank):
 
     def compute_teachers(self, names: Sequence[str]) -> None:
         """Runs the passes of these teachers on the ranks; what they find stays on this rank."""
-        self.teachers.read(names, self.read_by_teachers, self.shard, self.temperature)
+        self.teachers.read(names, self.read_by_teachers, self.shard)
 
     def compare_own_routes(self) -> None:
         """Computes the mismatch of the batch with experts that the trainer's routers choose, for the next update's
@@ -237,9 +237,9 @@ class TrainRank(ModelRank):
 
         def loss(index: int, output: Tensor) -> Tensor:
             response, of_batch = minibatch.responses[index], minibatch.first + index
-            divergence = self.teachers.divergence(output, response, of_batch, self.shard, self.temperature)
-            with torch.set_grad_enabled(divergence is None or not self.recipe.teachers_alone):
-                logprobs, entropy = self.logprobs(output, response, entropy=computes_entropy)
+            logprobs, entropy, divergence = self.teachers.compare(
+                output, response, of_batch, self.shard, self.logprobs, entropy=computes_entropy
+            )
             update.before_update.setdefault(of_batch, logprobs.detach())
             if computes_entropy:
                 update.entropies.setdefault(of_batch, entropy.detach())

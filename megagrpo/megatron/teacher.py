@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from megagrpo.errors import Problem, RankError
 from megagrpo.layout.parallel import RankCoordinates
 from megagrpo.megatron.batch import Batch, ResponseTokens, TokenTensors
 from megagrpo.megatron.config import transformer_config
-from megagrpo.megatron.divergence_head import HeadScale, logprobs_at, top_logprobs, vocabulary_divergence
+from megagrpo.megatron.divergence_head import Compared, HeadScale, logprobs_at, top_logprobs, vocabulary_divergence
 from megagrpo.megatron.heads import VocabularyShard, output_weight
 from megagrpo.megatron.kept_head import kept_logprobs
 from megagrpo.megatron.model import build_chunks, named_tensors, read_tokens, unwrapped
@@ -38,6 +39,13 @@ from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 
 ShardOf = Callable[[int], VocabularyShard]
 """Makes the rows of the policy's output matrix that this rank has, of ids below a number."""
+
+
+class LogprobsOf(Protocol):
+    """ModelRank.logprobs: of the policy at response tokens, with entropies."""
+
+    def __call__(self, output: Tensor, response: ResponseTokens, *, entropy: bool) -> tuple[Tensor, Tensor]: ...
+
 
 
 @dataclass(frozen=True)
@@ -156,6 +164,7 @@ class Teachers:
     ) -> None:
         """Makes it without models. own_routes: lets the policy's routers choose, in the pass of the reference."""
         self._recipe, self._policy, self._own_routes = recipe, policy, own_routes
+        self._temperature = recipe.rollout.temperature
         self._numbers = {name: number for number, name in enumerate(recipe.teachers)}
         self._models: dict[int, RanksTeacher] = {}
         """Models of kind ranks. Other teachers on the ranks are the reference."""
@@ -180,7 +189,7 @@ class Teachers:
     def add(self, name: str, teacher: RanksTeacher) -> None:
         self._models[self._numbers[name]] = teacher
 
-    def read(self, names: Sequence[str], batch: Batch, shard: ShardOf, temperature: float) -> None:
+    def read(self, names: Sequence[str], batch: Batch, shard: ShardOf) -> None:
         """Runs these teachers' passes over the batch. They find logprobs of its tokens, or for an objective in the loss
         the hidden states before them."""
         if self._objective.in_loss:
@@ -191,7 +200,7 @@ class Teachers:
             number = self._numbers[name]
 
             def read(output: Tensor, response: ResponseTokens, number: int = number) -> Tensor:
-                head, where = self._head(number, temperature), (response.positions, response.labels, response.kept)
+                head, where = self._head(number, self._temperature), (response.positions, response.labels, response.kept)
                 options = vars(head.scale) | {"entropy": False}
                 return kept_logprobs(output, *where, head.weight, shard(self._vocab(number)), **options)[0]
 
@@ -205,33 +214,47 @@ class Teachers:
         reads = self._hidden.keys() - self._models.keys()
         return self._policy.reference_here() if reads else nullcontext()
 
-    def divergence(
-        self, output: Tensor, response: ResponseTokens, of_batch: int, shard: ShardOf, temperature: float
-    ) -> Tensor | None:
-        """Returns the divergence from the tokens' teachers, float32 [tokens], 0 for tokens without; None if the loss
-        has none. A microbatch without such tokens reaches all weights too, by gradients of 0.
+    def compare(
+        self, output: Tensor, response: ResponseTokens, of_batch: int, shard: ShardOf, logprobs: LogprobsOf, entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns what `logprobs` does, and the divergence from the tokens' teachers, float32 [tokens], 0 for tokens
+        without; None if the loss has none.
 
+        One product with the output matrix serves all, unless sampling was from kept sets, the objective has another
+        temperature, or a teacher fewer ids than the policy. Where teachers alone teach, logprobs have no gradient. A
+        microbatch without teachers reaches all weights too, by gradients of 0.
         of_batch: the microbatch's index in the batch.
         """
-        distillation = self._recipe.algorithm.distillation
+        distillation, vocab = self._recipe.algorithm.distillation, self._policy.architecture.vocab
         if distillation is None or not distillation.objective.in_loss:
-            return None
-        objective = distillation.objective
-        temperature = (isinstance(objective, FullVocabularyConfig) and objective.temperature) or temperature
-        policy, parts = self._head(None, temperature), []
+            return *logprobs(output, response, entropy=entropy), None
+        objective, parts = distillation.objective, list[tuple[Tensor, Compared]]()
+        temperature = (isinstance(objective, FullVocabularyConfig) and objective.temperature) or self._temperature
+        shared, policy = response.kept is None and temperature == self._temperature, self._head(None, temperature)
         for number, hidden in self._hidden.items():
-            at = _is_of(response, number).nonzero()[:, 0]
-            given = response.positions[at], policy, self._head(number, temperature), hidden[of_batch][at]
-            parts.append((at, *divergence_from(objective, output, *given, shard(self._vocab(number)))))
+            at, common = _is_of(response, number).nonzero()[:, 0], self._vocab(number)
+            shared = shared and common == vocab
+            given = response.positions[at], response.labels[at], policy, self._head(number, temperature)
+            parts.append((at, compared(objective, output, *given, hidden[of_batch][at], shard(common), entropy)))
         if isinstance(objective, TeacherTopKConfig) and len(self._recipe.teachers_on_ranks) < len(self._numbers):
-            parts.append(_divergence_from_asked(objective, output, response, policy, shard(self._vocab(None))))
-        total = output.new_zeros(len(response.rows), dtype=torch.float32)
-        seen = total.new_full((2, len(total)), torch.nan)
-        for at, divergence, agrees in parts:
-            total = total.index_put((at,), divergence)
-            seen[0, at], seen[1, at] = divergence.detach(), agrees.float()
+            parts.append(_compared_with_asked(objective, output, response, policy, shard(vocab), entropy))
+        divergence = output.new_zeros(len(response.rows), dtype=torch.float32)
+        seen, others = divergence.new_full((2, len(divergence)), torch.nan), torch.ones_like(divergence, dtype=torch.bool)
+        for at, found in parts:
+            divergence = divergence.index_put((at,), found.divergence)
+            seen[0, at], seen[1, at], others[at] = found.divergence.detach(), found.agrees.float(), False
         self._seen.setdefault(of_batch, seen)
-        return total if parts else None
+        with torch.set_grad_enabled(not parts or not self._recipe.teachers_alone):
+            if not parts or not shared:
+                return *logprobs(output, response, entropy=entropy), divergence if parts else None
+            rest = others.nonzero()[:, 0]
+            values = [(at, found.logprobs, found.entropies) for at, found in parts]
+            if len(rest):
+                of_rest = replace(response, positions=response.positions[rest], labels=response.labels[rest])
+                values.append((rest, *logprobs(output, of_rest, entropy=entropy)))
+            places, *of_parts = (torch.cat(each) for each in zip(*values, strict=True))
+            of_tokens, entropies = (each[places.argsort()] for each in of_parts)
+        return of_tokens, entropies, divergence
 
     @property
     def _objective(self) -> ObjectiveConfig:
@@ -273,26 +296,27 @@ def _is_of(response: ResponseTokens, number: int) -> Tensor:
     return response.teachers == number
 
 
-def divergence_from(
+def compared(
     objective: ObjectiveConfig,
     hidden: Tensor,
     positions: Tensor,
+    labels: Tensor,
     policy: Head,
     teacher: Head,
     teacher_hidden: Tensor,
     shard: VocabularyShard,
-) -> tuple[Tensor, Tensor]:
-    """Returns the divergence of the policy from a teacher on the ranks, and whether both find the same id most likely.
+    entropy: bool,
+) -> Compared:
+    """Compares the policy with a teacher on the ranks. With the top k, agreement is among these ids.
 
-    The first is float32 [n] with gradients for the policy, the second bool [n]: with the top k, of those ids.
-    hidden: [tokens, hidden] of the policy; positions: int64 [n], rows of it; teacher_hidden: [n, the teacher's hidden];
-    shard: of the ids that both have.
+    hidden: [tokens, hidden] of the policy; positions: int64 [n], rows of it; labels: int64 [n]; teacher_hidden:
+    [n, the teacher's hidden]; shard: of the ids that both have.
     """
+    where = hidden, positions, labels
     match objective:
         case FullVocabularyConfig():
             return vocabulary_divergence(
-                hidden,
-                positions,
+                *where,
                 policy.weight,
                 teacher_hidden,
                 teacher.weight,
@@ -301,44 +325,56 @@ def divergence_from(
                 beta=objective.beta,
                 student=policy.scale,
                 teacher=teacher.scale,
+                entropy=entropy,
             )
         case StudentTopKConfig():
             with torch.no_grad():
                 ids, _ = top_logprobs(hidden[positions], policy.weight, shard, objective.k, policy.scale)
                 everywhere = torch.arange(len(positions), device=positions.device)
-                of_teacher = logprobs_at(teacher_hidden, everywhere, ids, teacher.weight, shard, teacher.scale)
-            own = logprobs_at(hidden, positions, ids, policy.weight, shard, policy.scale)
-            return divergence_of_top(own, of_teacher, objective.divergence, objective.beta), of_teacher.argmax(1) == 0
+                logprobs, _ = logprobs_at(teacher_hidden, everywhere, ids, teacher.weight, shard, teacher.scale)
+            found = _compared_at(objective, *where, policy, ids, logprobs, shard, entropy)
+            return replace(found, agrees=logprobs.argmax(1) == 0)
         case TeacherTopKConfig():
-            ids, of_teacher = top_logprobs(teacher_hidden, teacher.weight, shard, objective.k, teacher.scale)
-            return _divergence_from_top(objective, hidden, positions, policy, ids, of_teacher, shard)
+            ids, logprobs = top_logprobs(teacher_hidden, teacher.weight, shard, objective.k, teacher.scale)
+            return _compared_at(objective, *where, policy, ids, logprobs, shard, entropy)
         case SampledTokenConfig():
             raise ValueError("sampled_token is a part of the advantages, not of the loss")
 
 
-def _divergence_from_asked(
-    objective: TeacherTopKConfig, hidden: Tensor, response: ResponseTokens, policy: Head, shard: VocabularyShard
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the places of the response tokens whose teachers were asked, int64 [n], and what `divergence_from` does
-    for these."""
+def _compared_with_asked(
+    objective: TeacherTopKConfig,
+    hidden: Tensor,
+    response: ResponseTokens,
+    policy: Head,
+    shard: VocabularyShard,
+    entropy: bool,
+) -> tuple[Tensor, Compared]:
+    """Returns the places of the response tokens whose teachers were asked, int64 [n], and what `compared` does for
+    these."""
     if (taught := response.taught) is None:
         at = response.rows.new_zeros(0)
         ids, logprobs = at.new_zeros(0, objective.k), hidden.new_zeros(0, objective.k, dtype=torch.float32)
     else:
         at = taught.logprobs[:, 0].isfinite().nonzero()[:, 0]
         ids, logprobs = taught.ids[at], taught.logprobs[at]
-    return at, *_divergence_from_top(objective, hidden, response.positions[at], policy, ids, logprobs, shard)
+    where = hidden, response.positions[at], response.labels[at]
+    return at, _compared_at(objective, *where, policy, ids, logprobs, shard, entropy)
 
 
-def _divergence_from_top(
-    objective: TeacherTopKConfig,
+def _compared_at(
+    objective: TeacherTopKConfig | StudentTopKConfig,
     hidden: Tensor,
     positions: Tensor,
+    labels: Tensor,
     policy: Head,
     ids: Tensor,
-    logprobs: Tensor,
+    of_teacher: Tensor,
     shard: VocabularyShard,
-) -> tuple[Tensor, Tensor]:
-    """Returns what `divergence_from` does, for a teacher's most likely ids, int64 [n, k], and their logprobs."""
-    own = logprobs_at(hidden, positions, ids, policy.weight, shard, policy.scale)
-    return divergence_of_top(own, logprobs, objective.divergence, objective.beta), own.argmax(1) == 0
+    entropy: bool,
+) -> Compared:
+    """Compares the policy with a teacher's logprobs at ids, int64 and float32 [n, k]."""
+    asked = torch.cat([labels[:, None], ids], 1)
+    found, entropies = logprobs_at(hidden, positions, asked, policy.weight, shard, policy.scale, entropy=entropy)
+    logprobs, own = found[:, 0], found[:, 1:]
+    divergence = divergence_of_top(own, of_teacher, objective.divergence, objective.beta)
+    return Compared(logprobs, entropies, divergence, own.argmax(1) == 0)

@@ -46,7 +46,7 @@ def tops_and_picks(vocab: int, k: int, scale: HeadScale) -> Any:
     shard = VocabularyShard(vocab, rows * dist.get_rank(), dist.group.WORLD)
     own = part_of(matrix, shard.first, rows)
     top = top_logprobs(hidden, own, shard, k, scale, chunk_columns=7)
-    picked = logprobs_at(hidden.requires_grad_(), torch.arange(8), ids, own, shard, scale)
+    picked, _ = logprobs_at(hidden.requires_grad_(), torch.arange(8), ids, own, shard, scale)
     (gradient,) = torch.autograd.grad((picked * weights).sum(), hidden)
     dist.all_reduce(gradient)
     return *top, picked.detach(), gradient
