@@ -26,7 +26,6 @@ from megagrpo.megatron.heads import (
     labels_in,
     product,
     scaled,
-    vocabulary_logprobs,
     vocabulary_parts,
 )
 
@@ -58,6 +57,7 @@ class Compared:
     logprobs: Tensor  # float32 [n], the student's, of the labels
     entropies: Tensor  # float32 [n], the student's; zeros: not computed
     divergence: Tensor  # float32 [n]
+    of_teacher: Tensor  # float32 [n], the teacher's logprobs of the labels; NaN: not known
     agrees: Tensor  # bool [n], the most likely id of both is the same
 
 
@@ -77,7 +77,7 @@ def vocabulary_divergence(
     entropy: bool = False,
     chunk_columns: int | None = None,
 ) -> Compared:
-    """Returns the divergence of student p from teacher q over the vocabulary, with what `vocabulary_logprobs` does of p.
+    """Computes the divergence of student p from teacher q over the vocabulary, and logprobs and entropies of p.
 
     forward_kl: sum q log(q / p); reverse_kl: sum p log(p / q); jsd: beta KL(q || m) + (1 - beta) KL(p || m) with
     m = beta q + (1 - beta) p, 0 < beta < 1 (arXiv:2306.13649): for beta near 0 it is beta times the forward KL, near 1
@@ -88,7 +88,7 @@ def vocabulary_divergence(
     ranks. Of equally likely ids the lowest is the most likely.
 
     Gradients flow to `hidden` and `weight` as in `vocabulary_logprobs`, and not to the teacher: one product with each
-    output matrix serves all results. The forward pass gathers 9 numbers of each position from all tensor ranks; `jsd`
+    output matrix serves all results. The forward pass gathers 10 numbers of each position from all tensor ranks; `jsd`
     computes all logits twice, and sums 2 more. The backward pass computes them again, and moves nothing.
     """
     columns = chunk_columns or columns_at_once(len(positions), hidden.device) // 2
@@ -102,50 +102,49 @@ def vocabulary_divergence(
     )
 
 
-def logprobs_at(
-    hidden: Tensor,
-    positions: Tensor,
-    ids: Tensor,
-    weight: Tensor,
-    shard: VocabularyShard,
-    scale: HeadScale,
-    *,
-    entropy: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Returns what `vocabulary_logprobs` does, at several ids of each position: int64 [n, k], below shard.vocab."""
-    return vocabulary_logprobs(hidden, positions, ids, weight, shard, **vars(scale), entropy=entropy)
+@dataclass(frozen=True)
+class Top:
+    """The most likely ids of n rows, the most likely first, and logprobs."""
+
+    ids: Tensor  # int64 [n, k]
+    logprobs: Tensor  # float32 [n, k]
+    of_labels: Tensor  # float32 [n]
+    normalizer: Tensor  # float32 [n], the log of the sum of e^x over all ids
 
 
 @torch.no_grad()
 def top_logprobs(
     hidden: Tensor,
+    labels: Tensor,
     weight: Tensor,
     shard: VocabularyShard,
     k: int,
     scale: HeadScale,
     *,
     chunk_columns: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns the k most likely ids, the most likely first, and their logprobs: int64 and float32 [n, k].
+) -> Top:
+    """Finds the k most likely ids of each row, or all ids if there are fewer, and the labels' logprobs.
 
-    hidden: [n, hidden]; k: at most shard.vocab. Both are equal on all tensor ranks, which gather k + 1 numbers of each
-    row. Of equally likely ids the lower comes first.
+    hidden: [n, hidden]; labels: int64 [n]. Both are equal on all tensor ranks, which gather k + 2 numbers of each row.
+    Of equally likely ids the lower comes first.
     """
-    columns = chunk_columns or columns_at_once(len(hidden), hidden.device) // 2
+    columns, k = chunk_columns or columns_at_once(len(hidden), hidden.device) // 2, min(k, shard.vocab)
     best = torch.full((len(hidden), k), torch.iinfo(torch.int64).min, device=hidden.device)
-    normalizer = torch.full((len(hidden),), LOWEST, dtype=torch.float64, device=hidden.device)
+    found = hidden.new_zeros(2, len(hidden), dtype=torch.float64)  # log of the sum of e^x, the label's x
+    found[0] = LOWEST
     for part in vocabulary_parts(shard.real_rows(len(weight)), columns):
-        logits = product(hidden, weight[part].t())
+        logits, (in_part, column) = product(hidden, weight[part].t()), labels_in(part, labels[:, None] - shard.first)
         logits = scaled(logits, *scale.factors, logits)
+        found[1] += logits.gather(1, column).where(in_part, 0.0)[:, 0]
+        best = torch.cat([best, _top_keys(logits, shard.first + part.start, k)], 1).topk(k).values
         top = logits.amax(-1)
-        total = (logits - top[:, None]).exp_().sum(-1)
-        normalizer = torch.logaddexp(normalizer, top + total.double().log())
-        keys = _keys(logits, shard.first + part.start)
-        best = torch.cat([best, keys.topk(min(k, keys.shape[1])).values], 1).topk(k).values
+        found[0] = torch.logaddexp(found[0], top + logits.sub_(top[:, None]).exp_().sum(-1).double().log())
+        del logits
     best = torch.cat(_of_ranks(best, shard), 1).topk(k).values
-    normalizer = torch.stack(_of_ranks(normalizer, shard)).logsumexp(0)
-    ids, logits = _of_keys(best)
-    return ids, (logits - normalizer[:, None]).float()
+    normalizer, of_labels = torch.stack(_of_ranks(found, shard)).unbind(1)
+    normalizer, (ids, logits) = normalizer.logsumexp(0), _of_keys(best)
+    of_labels = of_labels.sum(0) - normalizer
+    return Top(ids, (logits - normalizer[:, None]).float(), of_labels.float(), normalizer.float())
 
 
 class _VocabularyDivergence(torch.autograd.Function):
@@ -168,12 +167,13 @@ class _VocabularyDivergence(torch.autograd.Function):
         rows, local = shard.real_rows(len(weight)), labels[:, None] - shard.first
         sums, merged, of_mixture = (compiled(each, hidden.is_cuda) for each in (_sums, _merged, _mixture_sums))
         weighing = None if divergence == "jsd" else int(divergence == "forward_kl")
-        found = hidden.new_zeros(9, len(hidden), dtype=torch.float64)
+        found = hidden.new_zeros(10, len(hidden), dtype=torch.float64)
         found[:2] = LOWEST
         for part in vocabulary_parts(rows, columns):
             logits, (in_part, column) = _logits(both, part), labels_in(part, local)
-            of_label = scaled(logits[0].gather(1, column), *factors[0]).where(in_part, 0.0).double()
-            of_part = torch.cat([sums(*logits, factors, weighing, entropy), of_label.t()])
+            pairs = zip(logits, factors, strict=True)
+            of_labels = [scaled(x.gather(1, column), *of_model).where(in_part, 0.0).t() for x, of_model in pairs]
+            of_part = torch.cat([sums(*logits, factors, weighing, entropy), *of_labels])
             of_part[2:4] += shard.first + part.start
             found = merged(found, of_part, weighing)
             del logits
@@ -182,35 +182,38 @@ class _VocabularyDivergence(torch.autograd.Function):
             found = merged(found, of_rank, weighing)
         tops, ids, totals = found[:6].view(3, 2, -1)
         log_totals = totals.log()
-        logprobs, entropies = found[8] - tops[0] - log_totals[0], log_totals[0] - found[7] / totals[0]
+        logprobs, entropies = (found[8:] - tops - log_totals).float(), log_totals[0] - found[7] / totals[0]
         tops, totals = tops.float(), totals.float()
         if weighing is None:
             shares = hidden.new_zeros(2, len(hidden), dtype=torch.float64)
             for part in vocabulary_parts(rows, columns):
                 shares += of_mixture(*_logits(both, part), tops, totals, factors, beta)
-            of_teacher, mean = torch.stack(_of_ranks(shares, shard)).sum(0)
-            values = of_teacher + mean
+            share, mean = torch.stack(_of_ranks(shares, shard)).sum(0)
+            values = share + mean
         else:
             mean = found[6] / found[4 + weighing]
             values = mean - log_totals[weighing] + log_totals[1 - weighing]
         entropies = entropies.float() if entropy else torch.zeros_like(mean, dtype=torch.float32)
-        agrees = ids[0] == ids[1]
+        of_teacher, agrees = logprobs[1].where(labels < shard.vocab, torch.nan), ids[0] == ids[1]
         ctx.save_for_backward(*both, local, tops, totals, mean.float(), entropies)
         ctx.constants = rows, divergence, beta, factors, columns
-        ctx.mark_non_differentiable(agrees, *([] if entropy else [entropies]))
+        ctx.mark_non_differentiable(of_teacher, agrees, *([] if entropy else [entropies]))
         ctx.set_materialize_grads(False)
-        return logprobs.float(), entropies, values.clamp(min=0).float(), agrees
+        return logprobs[0], entropies, values.clamp(min=0).float(), of_teacher, agrees
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, logprob_grad: Tensor | None, entropy_grad: Tensor | None, divergence_grad: Tensor | None, *_: Any
+    ) -> tuple[Any, ...]:
         *both, local, tops, totals, mean, entropies = ctx.saved_tensors
         hidden, weight, *_ = both
         rows, *constants, columns = ctx.constants
         hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         gradient_of = compiled(_gradient, hidden.is_cuda)
-        logprob_grad, divergence_grad = (torch.zeros_like(mean) if grads[at] is None else grads[at] for at in (0, 2))
-        of_tokens = tops, totals, mean, entropies, logprob_grad, grads[1], divergence_grad
+        logprob_grad = torch.zeros_like(mean) if logprob_grad is None else logprob_grad
+        divergence_grad = torch.zeros_like(mean) if divergence_grad is None else divergence_grad
+        of_tokens = tops, totals, mean, entropies, logprob_grad, entropy_grad, divergence_grad
         for part in vocabulary_parts(rows, columns):
             in_part, column = labels_in(part, local)
             label_grad = logprob_grad[:, None].where(in_part, 0.0)
@@ -266,9 +269,9 @@ def _sums(
 
 
 def _merged(left: Tensor, right: Tensor, weighing: int | None) -> Tensor:
-    """Returns what `_sums` does, with ids for columns and the label's logit behind, of two parts together.
+    """Returns what `_sums` does, with ids for columns and both logits of the label behind, of two parts together.
 
-    The ids of the left one are lower. The label's logit is 0 where it is not in a part.
+    The ids of the left one are lower. The label's logits are 0 where it is not in a part.
     """
     tops, first = torch.maximum(left[:2], right[:2]), weighing or 0
     ids = right[2:4].where(right[:2] > left[:2], left[2:4])
@@ -278,7 +281,7 @@ def _merged(left: Tensor, right: Tensor, weighing: int | None) -> Tensor:
         factor, totals = by.exp(), part[4:6]
         weights = factor[first] * (part[6] + totals[first] * (by[first] - by[1 - first]))
         of_entropy = factor[0] * (part[7] + totals[0] * by[0])
-        sums = sums + torch.cat([factor * totals, torch.stack([weights, of_entropy, part[8]])])
+        sums = sums + torch.cat([factor * totals, torch.stack([weights, of_entropy, *part[8:]])])
     return torch.cat([tops, ids, sums])
 
 
@@ -358,13 +361,35 @@ def _gradient(
     return gradient.to(dtype)
 
 
-def _keys(logits: Tensor, first: int) -> Tensor:
-    """Returns float32 logits [n, columns] of ids from `first` on as int64 keys in the order of likelihood.
+BLOCK = 32
+"""Columns of which the highest alone is looked at first."""
+
+
+def _top_keys(logits: Tensor, first: int, k: int) -> Tensor:
+    """Returns the keys of the k highest float32 logits [n, columns] of ids from `first` on, in any order, or of all.
+
+    They are in the k blocks whose highest logits have the highest keys.
+    """
+    n, columns = logits.shape
+    if columns <= 2 * k * BLOCK:
+        keys = _keys(logits, torch.arange(first, first + columns, device=logits.device))
+        return keys.topk(min(k, columns)).values
+    whole = columns // BLOCK
+    blocks = logits[:, : whole * BLOCK].view(n, whole, BLOCK)
+    number = torch.arange(whole, device=logits.device)
+    chosen = LOW - (_keys(blocks.amax(-1), number).topk(k).values & LOW)
+    at = (chosen[..., None] * BLOCK + torch.arange(BLOCK, device=logits.device)).flatten(1)
+    rest = torch.arange(whole * BLOCK, columns, device=logits.device).expand(n, -1)
+    at = torch.cat([at, rest], 1)
+    return _keys(logits.gather(1, at), first + at).topk(k).values
+
+
+def _keys(logits: Tensor, ids: Tensor) -> Tensor:
+    """Returns float32 logits of ids as int64 keys in the order of likelihood.
 
     Keys are distinct: of equal logits the lower id has the higher key. Upper 32 bits: the logit's bits, which order
     numbers of one sign by size, negative ones with all but the sign flipped; lower ones: 2^32 - 1 - id.
     """
-    ids = torch.arange(first, first + logits.shape[1], device=logits.device)
     bits = (logits + 0.0).view(torch.int32)  # -0 is 0
     return (_ordered(bits).long() << 32) + (LOW - ids)
 

@@ -121,6 +121,7 @@ def vocabulary_logprobs(
     scale: float = 1.0,
     cap: float | None = None,
     kept_bits: Tensor | None = None,
+    known: tuple[Tensor, Tensor] | None = None,
     chunk_columns: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns log softmax(logits / temperature) at `labels`, and that softmax's entropy, at `positions` only.
@@ -130,7 +131,8 @@ def vocabulary_logprobs(
     or [n, k] for several of each, in the whole vocabulary; weight: [rows of this rank, hidden], float32 or bfloat16 as
     `hidden`. Returns float32 as `labels` and [n], equal on all tensor ranks; the second is zeros unless `entropy`. With
     `kept_bits`, uint8 [n, bytes], both are over each token's own ids: bit i % 8 of byte i // 8 says whether id i is
-    kept, the last byte is for all behind.
+    kept, the last byte is for all behind. known: these logprobs and the log of the sum of e^x of each token, if an
+    earlier pass has found them: then the forward pass multiplies nothing. Goes without `entropy`.
 
     Gradients flow from both to `hidden`, the part from this rank's rows (to be summed over tensor ranks), and to
     `weight` unless it is frozen. Products multiply in the dtype of `weight` and give float32, but for the gradient of
@@ -143,7 +145,7 @@ def vocabulary_logprobs(
     cap = None if cap is None else cap / temperature
     several = labels if labels.dim() == 2 else labels[:, None]
     logprobs, entropies = _VocabularyLogprobs.apply(
-        chosen, weight, several, kept_bits, shard, scale / temperature, cap, entropy, columns
+        chosen, weight, several, kept_bits, shard, scale / temperature, cap, entropy, columns, known
     )
     return logprobs.view(labels.shape), entropies
 
@@ -166,9 +168,17 @@ class _VocabularyLogprobs(torch.autograd.Function):
         cap: float | None,
         entropy: bool,
         columns: int,
+        known: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
         rows = shard.real_rows(len(weight))
         local = labels - shard.first
+        ctx.constants = rows, shard, scale, cap, columns
+        ctx.set_materialize_grads(False)
+        if known is not None:
+            logprobs, entropies = known[0].clone(), torch.zeros_like(known[1])
+            ctx.save_for_backward(hidden, weight, local, bits, known[1], entropies)
+            ctx.mark_non_differentiable(entropies)
+            return logprobs, entropies
         of_label = torch.zeros_like(labels, dtype=torch.float32)
         total, weighted = hidden.new_zeros(2, len(hidden), dtype=torch.float32)
         top = torch.full_like(total, torch.finfo(torch.float32).min)
@@ -196,10 +206,8 @@ class _VocabularyLogprobs(torch.autograd.Function):
         logprobs = of_label - top[:, None] - log_total[:, None]
         entropies = log_total - weighted / total if entropy else torch.zeros_like(total)
         ctx.save_for_backward(hidden, weight, local, bits, top + log_total, entropies)
-        ctx.constants = rows, shard, scale, cap, columns
         if not entropy:
             ctx.mark_non_differentiable(entropies)
-        ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
@@ -223,7 +231,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
             if weight_grad is not None:
                 torch.mm(gradient.t(), hidden, out=weight_grad[part])
             del gradient
-        return hidden_grad.to(hidden.dtype), weight_grad, *[None] * 7
+        return hidden_grad.to(hidden.dtype), weight_grad, *[None] * 8
 
 
 @cache

@@ -146,7 +146,8 @@ class TrainRank(ModelRank):
 
     def compute_teachers(self, names: Sequence[str]) -> None:
         """Runs the passes of these teachers on the ranks; what they find stays on this rank."""
-        self.teachers.read(names, self.read_by_teachers, self.shard)
+        of_reference = self.passes.reference_logprobs if self.read_by_teachers is self.batch else None
+        self.teachers.read(names, self.read_by_teachers, self.shard, of_reference)
 
     def compare_own_routes(self) -> None:
         """Computes the mismatch of the batch with experts that the trainer's routers choose, for the next update's
@@ -168,16 +169,16 @@ class TrainRank(ModelRank):
         return self.token_numbers(tuple(kl_estimate(o, r, estimator) for o, r in zip(old, reference, strict=True)))
 
     def token_teacher(self) -> TokenNumbers | None:
-        """Returns the logprobs that compute_teachers found, NaN for tokens without a teacher on the ranks."""
-        return self.token_numbers(_computed("teachers", self.teachers.logprobs))
+        """Returns logprobs by teachers on the ranks, of compute_teachers or the update, NaN for tokens without."""
+        return self.token_numbers(self.teachers.logprobs or self.teachers.seen(2))
 
     def token_divergence(self) -> TokenNumbers | None:
         """Returns the divergences from teachers that the update first saw, NaN for tokens without."""
-        return self.token_numbers(self.teachers.seen[0])
+        return self.token_numbers(self.teachers.seen(0))
 
     def token_agreement(self) -> TokenNumbers | None:
         """Returns 1 where the policy's most likely id is its teacher's, 0 elsewhere, NaN for tokens without."""
-        return self.token_numbers(self.teachers.seen[1])
+        return self.token_numbers(self.teachers.seen(1))
 
     def token_energy(self) -> TokenNumbers | None:
         """Returns the energies that compute_old_logprobs found."""
@@ -196,6 +197,7 @@ class TrainRank(ModelRank):
         for number, (minibatch, weights) in enumerate(steps, start=1):
             self.compute_gradients(minibatch, weights, update)
             grad_norms.append(self.policy.optimizer_step(lr, more=number < len(steps)))
+        self.teachers.end_update()
         differences = None if self.routes is None else self.routes.differences(self.batch.routed_tokens)
         if not self.has_logits:
             return None
@@ -268,7 +270,7 @@ class TrainRank(ModelRank):
             update.metrics.add(objective, inputs)
             return objective.loss
 
-        with self._as_served(), self.teachers.in_loss():
+        with self._as_served():
             self.policy.compute_gradients(minibatch.packed, loss)
 
     def _as_served(self) -> AbstractContextManager[None]:

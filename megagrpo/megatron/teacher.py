@@ -4,7 +4,7 @@ divergence of the policy from teachers."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -23,8 +23,8 @@ from megagrpo.errors import Problem, RankError
 from megagrpo.layout.parallel import RankCoordinates
 from megagrpo.megatron.batch import Batch, ResponseTokens, TokenTensors
 from megagrpo.megatron.config import transformer_config
-from megagrpo.megatron.divergence_head import Compared, HeadScale, logprobs_at, top_logprobs, vocabulary_divergence
-from megagrpo.megatron.heads import VocabularyShard, output_weight
+from megagrpo.megatron.divergence_head import Compared, HeadScale, top_logprobs, vocabulary_divergence
+from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
 from megagrpo.megatron.kept_head import kept_logprobs
 from megagrpo.megatron.model import build_chunks, named_tensors, read_tokens, unwrapped
 from megagrpo.megatron.offload import HostMemory
@@ -37,6 +37,8 @@ from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 
+NOTHING = -80.0
+"""A logprob that counts nothing in float32, with finite differences."""
 ShardOf = Callable[[int], VocabularyShard]
 """Makes the rows of the policy's output matrix that this rank has, of ids below a number."""
 
@@ -45,7 +47,6 @@ class LogprobsOf(Protocol):
     """ModelRank.logprobs: of the policy at response tokens, with entropies."""
 
     def __call__(self, output: Tensor, response: ResponseTokens, *, entropy: bool) -> tuple[Tensor, Tensor]: ...
-
 
 
 @dataclass(frozen=True)
@@ -176,46 +177,59 @@ class Teachers:
         """Logprobs of the response tokens, NaN for tokens without a teacher on the ranks; None: not computed."""
         self._hidden: dict[int, TokenTensors] = {}
         """Hidden states before the response tokens, [response tokens, hidden], by teacher."""
+        self._reference_weight: Tensor | None = None
+        """The reference's rows of the output matrix, on the device if losses read it."""
         self._seen: dict[int, Tensor] = {}
-        """By microbatch, as the update first saw it: [2, response tokens], divergence and agreement, NaN without."""
+        """By microbatch, as the update first saw it: [3, response tokens], divergence, agreement and the teacher's
+        logprob of the token, NaN without."""
 
-    @property
-    def seen(self) -> tuple[TokenTensors, TokenTensors]:
-        """Returns divergences from teachers as the update first saw them, and 1 where both found the same id most
-        likely: float32, NaN for tokens without a teacher."""
-        found = [self._seen[index] for index in sorted(self._seen)]
-        return tuple(one[0] for one in found), tuple(one[1] for one in found)
+    def seen(self, which: int) -> TokenTensors:
+        """Returns what the update first saw, 0: divergences from teachers; 1: 1 if both found the same id most likely;
+        2: logprobs by teachers on the ranks. float32, NaN for tokens without."""
+        return tuple(self._seen[index][which] for index in sorted(self._seen))
 
     def add(self, name: str, teacher: RanksTeacher) -> None:
         self._models[self._numbers[name]] = teacher
 
-    def read(self, names: Sequence[str], batch: Batch, shard: ShardOf) -> None:
+    def read(self, names: Sequence[str], batch: Batch, shard: ShardOf, of_reference: TokenTensors | None) -> None:
         """Runs these teachers' passes over the batch. They find logprobs of its tokens, or for an objective in the loss
-        the hidden states before them."""
+        the hidden states before them. of_reference: the reference's logprobs of the batch, if they are known."""
         if self._objective.in_loss:
-            self._hidden = {self._numbers[name]: self._pass(name, batch, _hidden_in) for name in names}
+            for name in names:
+                self._hidden[self._numbers[name]] = self._pass(name, batch, _hidden_in)
+                self._require_finite(name, batch, self._hidden[self._numbers[name]])
             return
         found = [torch.full_like(response.rollout_logprobs, torch.nan) for response in batch.responses]
         for name in names:
             number = self._numbers[name]
 
             def read(output: Tensor, response: ResponseTokens, number: int = number) -> Tensor:
-                head, where = self._head(number, self._temperature), (response.positions, response.labels, response.kept)
+                head, where = (
+                    self._head(number, self._temperature),
+                    (response.positions, response.labels, response.kept),
+                )
                 options = vars(head.scale) | {"entropy": False}
                 return kept_logprobs(output, *where, head.weight, shard(self._vocab(number)), **options)[0]
 
-            of_teacher = self._pass(name, batch, read)
+            of_model = number in self._models or of_reference is None
+            of_teacher = self._pass(name, batch, read) if of_model else of_reference or ()
+            self._require_finite(name, batch, of_teacher)
             its = [_is_of(response, number) for response in batch.responses]
             found = [torch.where(*one) for one in zip(its, of_teacher, found, strict=True)]
         self.logprobs = tuple(found)
 
-    def in_loss(self) -> AbstractContextManager[object]:
-        """Keeps the reference on the device inside the block, if the loss reads its output matrix."""
-        reads = self._hidden.keys() - self._models.keys()
-        return self._policy.reference_here() if reads else nullcontext()
+    def end_update(self) -> None:
+        """Frees all that losses read."""
+        self._hidden, self._reference_weight = {}, None
 
     def compare(
-        self, output: Tensor, response: ResponseTokens, of_batch: int, shard: ShardOf, logprobs: LogprobsOf, entropy: bool
+        self,
+        output: Tensor,
+        response: ResponseTokens,
+        of_batch: int,
+        shard: ShardOf,
+        logprobs: LogprobsOf,
+        entropy: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns what `logprobs` does, and the divergence from the tokens' teachers, float32 [tokens], 0 for tokens
         without; None if the loss has none.
@@ -239,10 +253,13 @@ class Teachers:
         if isinstance(objective, TeacherTopKConfig) and len(self._recipe.teachers_on_ranks) < len(self._numbers):
             parts.append(_compared_with_asked(objective, output, response, policy, shard(vocab), entropy))
         divergence = output.new_zeros(len(response.rows), dtype=torch.float32)
-        seen, others = divergence.new_full((2, len(divergence)), torch.nan), torch.ones_like(divergence, dtype=torch.bool)
+        seen, others = (
+            divergence.new_full((3, len(divergence)), torch.nan),
+            torch.ones_like(divergence, dtype=torch.bool),
+        )
         for at, found in parts:
-            divergence = divergence.index_put((at,), found.divergence)
-            seen[0, at], seen[1, at], others[at] = found.divergence.detach(), found.agrees.float(), False
+            divergence, others[at] = divergence.index_put((at,), found.divergence), False
+            seen[:, at] = torch.stack([found.divergence.detach(), found.agrees.float(), found.of_teacher])
         self._seen.setdefault(of_batch, seen)
         with torch.set_grad_enabled(not parts or not self._recipe.teachers_alone):
             if not parts or not shared:
@@ -266,8 +283,24 @@ class Teachers:
     def _pass(self, name: str, batch: Batch, read: Callable[[Tensor, ResponseTokens], Tensor]) -> TokenTensors:
         if (number := self._numbers[name]) in self._models:
             return self._models[number].read_tokens(batch, read)
-        with self._policy.reference_here() as reference, reference.in_place_of_policy(), self._own_routes():
-            return self._policy.read_tokens(batch, read)
+        with self._policy.reference_here() as reference:
+            if batch.responses:
+                weight = reference.of(output_weight(unwrapped(self._policy.chunks[-1])))
+                goes = self._objective.in_loss and "reference" in self._recipe.train.offload
+                self._reference_weight = weight.clone() if goes else weight
+            with reference.in_place_of_policy(), self._own_routes():
+                return self._policy.read_tokens(batch, read)
+
+    def _require_finite(self, name: str, batch: Batch, values: TokenTensors) -> None:
+        """Raises RankError if a number that the teacher found for its own tokens is not finite."""
+        for response, found in zip(batch.responses, values, strict=True):
+            wrong = _is_of(response, self._numbers[name]) & ~found.view(len(found), -1).isfinite().all(1)
+            if wrong.any():
+                at = int(wrong.nonzero()[0, 0])
+                given = f"not finite for {int(wrong.sum())} tokens, such as token {int(response.index[at])}"
+                given += f" of response {int(response.rows[at])} of the step"
+                fix = "check the teacher's weights, or choose another teacher"
+                raise RankError(Problem(f"teacher {name}", given, "numbers", fix))
 
     def _vocab(self, number: int | None) -> int:
         """Returns the number of ids that a teacher and the policy both have."""
@@ -278,9 +311,9 @@ class Teachers:
         """Returns the output matrix of a teacher, None: of the policy."""
         if number in self._models:
             return self._models[number].head(temperature)
-        weight = output_weight(unwrapped(self._policy.chunks[-1]))
-        if number is not None and self._policy.reference is not None:
-            weight = self._policy.reference.of(weight)
+        weight = None if number is None else self._reference_weight
+        if weight is None:
+            weight = output_weight(unwrapped(self._policy.chunks[-1]))
         return Head(weight, head_scale(self._policy.architecture, temperature))
 
 
@@ -328,15 +361,21 @@ def compared(
                 entropy=entropy,
             )
         case StudentTopKConfig():
+            top = top_logprobs(hidden[positions], labels, policy.weight, shard, objective.k, policy.scale)
+            asked, everywhere = (
+                torch.cat([labels[:, None], top.ids], 1),
+                torch.arange(len(labels), device=labels.device),
+            )
+            options = vars(teacher.scale) | {"entropy": False}
             with torch.no_grad():
-                ids, _ = top_logprobs(hidden[positions], policy.weight, shard, objective.k, policy.scale)
-                everywhere = torch.arange(len(positions), device=positions.device)
-                logprobs, _ = logprobs_at(teacher_hidden, everywhere, ids, teacher.weight, shard, teacher.scale)
-            found = _compared_at(objective, *where, policy, ids, logprobs, shard, entropy)
-            return replace(found, agrees=logprobs.argmax(1) == 0)
+                of_teacher, _ = vocabulary_logprobs(teacher_hidden, everywhere, asked, teacher.weight, shard, **options)
+            known = None if entropy else (torch.cat([top.of_labels[:, None], top.logprobs], 1), top.normalizer)
+            found = _compared_at(objective, *where, policy, top.ids, of_teacher[:, 1:], shard, entropy, known)
+            return replace(found, of_teacher=of_teacher[:, 0], agrees=of_teacher[:, 1:].argmax(1) == 0)
         case TeacherTopKConfig():
-            ids, logprobs = top_logprobs(teacher_hidden, teacher.weight, shard, objective.k, teacher.scale)
-            return _compared_at(objective, *where, policy, ids, logprobs, shard, entropy)
+            top = top_logprobs(teacher_hidden, labels, teacher.weight, shard, objective.k, teacher.scale)
+            found = _compared_at(objective, *where, policy, top.ids, top.logprobs, shard, entropy)
+            return replace(found, of_teacher=top.of_labels)
         case SampledTokenConfig():
             raise ValueError("sampled_token is a part of the advantages, not of the loss")
 
@@ -371,10 +410,14 @@ def _compared_at(
     of_teacher: Tensor,
     shard: VocabularyShard,
     entropy: bool,
+    known: tuple[Tensor, Tensor] | None = None,
 ) -> Compared:
-    """Compares the policy with a teacher's logprobs at ids, int64 and float32 [n, k]."""
-    asked = torch.cat([labels[:, None], ids], 1)
-    found, entropies = logprobs_at(hidden, positions, asked, policy.weight, shard, policy.scale, entropy=entropy)
-    logprobs, own = found[:, 0], found[:, 1:]
+    """Compares the policy with a teacher's logprobs at ids, int64 and float32 [n, k]. known: of the labels and the ids,
+    as in `vocabulary_logprobs`. Ids that the policy does not have are among all others."""
+    common = ids < shard.vocab
+    asked, options = torch.cat([labels[:, None], ids.where(common, 0)], 1), vars(policy.scale) | {"entropy": entropy}
+    found, entropies = vocabulary_logprobs(hidden, positions, asked, policy.weight, shard, known=known, **options)
+    own, of_teacher = (logprobs.where(common, NOTHING) for logprobs in (found[:, 1:], of_teacher))
     divergence = divergence_of_top(own, of_teacher, objective.divergence, objective.beta)
-    return Compared(logprobs, entropies, divergence, own.argmax(1) == 0)
+    unknown = torch.full_like(divergence, torch.nan).detach()
+    return Compared(found[:, 0], entropies, divergence, unknown, own.argmax(1) == 0)

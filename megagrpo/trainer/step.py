@@ -207,7 +207,7 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> T
             if algorithm.advantage.reads_energy:
                 energy = run.policy.by_token("token_energy", inputs.tokens) if batches else zeros
                 inputs = replace(inputs, energy=energy)
-            if recipe.ranks_advise and taught and batches:
+            if recipe.ranks_advise and taught and batches and algorithm.reads_logprobs(step):
                 taught = taught.with_ranks(run)
         advantages, taught = advised(recipe, algorithm.advantage.advantages(inputs), taught, sampled.groups, rows)
         return Trained(rows, advantages, batches, kl_coefficient, taught=taught)
@@ -249,7 +249,7 @@ def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: i
         work=run.work,
     )
     policy.load_batch(batches)
-    if not algorithm.policy_learns(step) and not algorithm.kl_in_reward:
+    if not algorithm.reads_logprobs(step):
         return batches  # the critic alone learns, from values
     if algorithm.rollout_logprobs_as_old:
         policy.call("use_rollout_logprobs_as_old")

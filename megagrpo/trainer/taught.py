@@ -10,8 +10,11 @@ import numpy as np
 
 from megagrpo.algorithm.advantage_method import Advantages
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
+from megagrpo.cluster.reward_models import asked_ids
+from megagrpo.errors import Problem, TeacherError
 from megagrpo.recipe.schema import Recipe
 from megagrpo.trainer.run import TrainRun
+from megagrpo.trainer.teachers import teacher_of
 from megagrpo.types import Group
 
 
@@ -36,13 +39,15 @@ class Taught:
         return replace(self, logprobs=self.logprobs.with_values(np.where(np.isnan(known), of_ranks, known)))
 
     def after_update(self, run: TrainRun) -> Taught:
-        """Adds the divergence that the update saw, if it is a term of the loss."""
+        """Adds what the update saw, if the divergence is a term of the loss."""
         distillation = run.recipe.algorithm.distillation
         if distillation is None or not distillation.objective.in_loss:
             return self
         lengths = self.logprobs.lengths
         divergence = run.policy.by_token("token_divergence", lengths, np.nan)
-        return replace(self, divergence=divergence, agreement=run.policy.by_token("token_agreement", lengths, np.nan))
+        agreement = run.policy.by_token("token_agreement", lengths, np.nan)
+        taught = self.with_ranks(run) if run.recipe.teachers_on_ranks else self
+        return replace(taught, divergence=divergence, agreement=agreement)
 
 
 def teacher_metrics(taught: Taught | None, groups: Sequence[Group]) -> dict[str, float]:
@@ -68,22 +73,34 @@ def teacher_metrics(taught: Taught | None, groups: Sequence[Group]) -> dict[str,
 
 
 def taught_of(recipe: Recipe, groups: Sequence[Group]) -> Taught | None:
-    """Returns each row's teacher, and the logprobs by teachers that were asked; None if the recipe has no teachers."""
+    """Returns each row's teacher, and the logprobs by teachers that were asked; None if the recipe has no teachers.
+
+    Raises TeacherError for a scored sample without the answer of its teacher, such as one of a run of another recipe.
+    """
     if recipe.algorithm.distillation is None:
         return None
+    k, names = asked_ids(recipe), teachers_of_rows(recipe, groups)
     samples = [sample for group in groups for sample in group.samples]
+    scores = [score for group in groups for score in group.scores]
+    for name, sample, score in zip(names, samples, scores, strict=True):
+        if name is None or recipe.teachers[name].on_ranks or score.value is None or not len(sample.tokens):
+            continue
+        if sample.teacher is None or (k and sample.teacher.ids.shape[1] != k):
+            given = "no answer" if sample.teacher is None else f"logprobs of {sample.teacher.ids.shape[1]} ids"
+            where, needed = f"sample {sample.index} of prompt {sample.prompt_id}", f"logprobs of {k} ids of each token"
+            fix = "train on samples of a run with the same teachers and objective"
+            raise TeacherError(Problem(where, f"{given} of teacher {name}", needed, fix))
     logprobs = ragged_zeros([len(sample.tokens) for sample in samples], np.float32)
     logprobs.values.fill(np.nan)
     for row, sample in enumerate(samples):
         if sample.teacher is not None:
             logprobs.row(row)[:] = sample.teacher.logprobs
-    return Taught(teachers_of_rows(recipe, groups), logprobs)
+    return Taught(names, logprobs)
 
 
 def teachers_of_rows(recipe: Recipe, groups: Sequence[Group]) -> list[str | None]:
     """Returns the name of each row's teacher, None without one."""
-    of_group = [recipe.teacher_of(group.prompt.data_source, group.prompt.extra_info) for group in groups]
-    return [name for name, group in zip(of_group, groups, strict=True) for _ in group.samples]
+    return [name for group in groups for name in [teacher_of(recipe, group.prompt)] * len(group.samples)]
 
 
 def advised(

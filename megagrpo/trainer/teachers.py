@@ -158,7 +158,7 @@ class Teachers:
     def _questions(self, groups: Sequence[Group]) -> list[Question]:
         if not self._configs:
             return []
-        named = [self._teacher_of(group.prompt) for group in groups]
+        named = [teacher_of(self._recipe, group.prompt) for group in groups]
         return [
             Question(row, member, name, self._start(self._answer(name, group.prompt, sample)))
             for row, (group, name) in enumerate(zip(groups, named, strict=True))
@@ -166,17 +166,6 @@ class Teachers:
             for member, sample in enumerate(group.samples)
             if sample.finish != "abort" and len(sample.tokens)
         ]
-
-    def _teacher_of(self, prompt: Prompt) -> str:
-        """Returns the name of a row's teacher, or "". Raises TeacherError if the row names another thing."""
-        try:
-            name = self._recipe.teacher_of(prompt.data_source, prompt.extra_info) or ""
-        except ValueError as error:
-            raise TeacherError(Problem(f"prompt {prompt.id}", str(error), "the name of a teacher")) from error
-        if name and name not in self._recipe.teachers:
-            known = ", ".join(self._recipe.teachers)
-            raise TeacherError(Problem(f"prompt {prompt.id}", brief(name), f"one of {known}"))
-        return name
 
     def _judge(self, groups: Sequence[Group], answers: Mapping[tuple[int, int], tuple[str, object]]) -> None:
         """Counts failures, and reports each teacher's first. Raises TeacherError, with these, if there are too many."""
@@ -286,6 +275,18 @@ class Teachers:
             task.cancel()
         for teacher in self._teachers.values():
             await teacher.close()
+
+
+def teacher_of(recipe: Recipe, prompt: Prompt) -> str | None:
+    """Returns the name of a row's teacher, None without one. Raises TeacherError if the row names another thing."""
+    try:
+        name = recipe.teacher_of(prompt.data_source, prompt.extra_info)
+    except ValueError as error:
+        raise TeacherError(Problem(f"prompt {prompt.id}", str(error), "the name of a teacher")) from error
+    if name is not None and name not in recipe.teachers:
+        known = ", ".join(recipe.teachers)
+        raise TeacherError(Problem(f"prompt {prompt.id}", brief(name), f"one of {known}"))
+    return name
 
 
 def failure_of(reply: Reply) -> str:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.megatron.divergence_head import HeadScale, logprobs_at, top_logprobs
-from megagrpo.megatron.heads import VocabularyShard
+from megagrpo.megatron.divergence_head import HeadScale, top_logprobs
+from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
 from tests.rank_group import run_ranks
 from tests.unit.test_divergence_head import DIVERGENCES, PLAIN, Case, errors, log_softmax, part_of
 
@@ -45,11 +45,12 @@ def tops_and_picks(vocab: int, k: int, scale: HeadScale) -> Any:
     rows = -(-vocab // dist.get_world_size())
     shard = VocabularyShard(vocab, rows * dist.get_rank(), dist.group.WORLD)
     own = part_of(matrix, shard.first, rows)
-    top = top_logprobs(hidden, own, shard, k, scale, chunk_columns=7)
-    picked, _ = logprobs_at(hidden.requires_grad_(), torch.arange(8), ids, own, shard, scale)
+    top = top_logprobs(hidden, ids[:, 0], own, shard, k, scale, chunk_columns=7)
+    where, options = (torch.arange(8), ids, own, shard), vars(scale) | {"entropy": False}
+    picked, _ = vocabulary_logprobs(hidden.requires_grad_(), *where, **options)
     (gradient,) = torch.autograd.grad((picked * weights).sum(), hidden)
     dist.all_reduce(gradient)
-    return *top, picked.detach(), gradient
+    return top.ids, top.logprobs, top.of_labels, picked.detach(), gradient
 
 
 def wanted_of(vocab: int, k: int, scale: HeadScale) -> tuple[Tensor, ...]:
@@ -59,7 +60,7 @@ def wanted_of(vocab: int, k: int, scale: HeadScale) -> tuple[Tensor, ...]:
     logprobs = log_softmax(hidden.requires_grad_(), matrix, scale)
     order = (hidden @ matrix.t()).argsort(dim=-1, descending=True, stable=True)[:, :k]
     (gradient,) = torch.autograd.grad((logprobs.gather(1, ids) * weights).sum(), hidden)
-    return order, logprobs.gather(1, order), logprobs.gather(1, ids), gradient
+    return order, logprobs.gather(1, order), logprobs.gather(1, ids[:, :1])[:, 0], logprobs.gather(1, ids), gradient
 
 
 @pytest.mark.parametrize("ranks", RANKS)

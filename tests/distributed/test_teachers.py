@@ -12,10 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from megagrpo.algorithm.distillation import TeacherTopKConfig
 from megagrpo.batching.rank_batches import RankBatch
+from megagrpo.errors import RankError
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.megatron.divergence_head import HeadScale
+from megagrpo.megatron.heads import VocabularyShard
 from megagrpo.megatron.rank import TrainRank
-from megagrpo.megatron.teacher import Teachers
+from megagrpo.megatron.teacher import Head, Teachers, _compared_at
 from megagrpo.recipe.schema import Recipe
 from megagrpo.types import TeacherTokens
 from megagrpo.weights.families import read_architecture
@@ -46,13 +50,15 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 WEIGHT = 0.7
 
 
-def recipe_of(layout: ParallelLayout, objective: Any, *, offload: bool = False, rewards: bool = False) -> Recipe:
-    """Rewards, with the KL and entropy terms, are beside the teachers only if wanted."""
-    functions = [{"function": "gsm8k"}] if rewards else []
+def recipe_of(
+    layout: ParallelLayout, objective: Any, *, offload: bool = False, rewards: bool = False, entropy: float = 0.0
+) -> Recipe:
+    """Rewards with a KL term, or rewards with an entropy bonus, are beside the teachers only if wanted."""
+    functions = [{"function": "gsm8k"}] if rewards or entropy else []
     asked = {"kind": "external", "url": "http://host", "tokenizer": "unused"}
     algorithm = {
         "kl": {"coefficient": 0.1 if rewards else 0.0},
-        "entropy_coefficient": 0.0,
+        "entropy_coefficient": entropy,
         "aggregation": "token_mean",
         "distillation": {"objective": objective, "weight": WEIGHT, "column": "teacher"},
     }
@@ -104,8 +110,8 @@ def rank_with(rank: TrainRank, recipe: Recipe, teacher: Path) -> TrainRank:
 
 def with_objectives(
     rank: TrainRank, batch: RankBatch, advantages: Any, recipes: Mapping[str, Recipe], teacher: Path
-) -> dict[str, tuple[float, Parts, Any]]:
-    """By objective: this rank's part of the loss, its gradients, and its divergences by token."""
+) -> dict[str, tuple[float, Parts, Any, Any]]:
+    """By objective: this rank's part of the loss, its gradients, its divergences and teachers' logprobs by token."""
     found = {}
     for name, recipe in recipes.items():
         rank_with(rank, recipe, teacher).load_batch(batch)
@@ -113,7 +119,8 @@ def with_objectives(
         update = compute_gradients(rank, np.zeros_like(advantages))
         loss = update.metrics._loss.item() if rank.where.tensor == 0 else 0.0
         seen = rank.token_divergence() if rank.has_logits else None
-        found[name] = loss, gradients_of(rank.policy), seen
+        of_teacher = rank.token_teacher() if rank.has_logits else None
+        found[name] = loss, gradients_of(rank.policy), seen, of_teacher
     return found
 
 
@@ -156,6 +163,19 @@ def by_torch(case: Case, teacher: Path, settings: Mapping[str, Any]) -> tuple[fl
     return loss.item(), gradients, found.detach().numpy()
 
 
+def of_labels(case: Case, teacher: Path, temperature: float) -> np.ndarray:
+    """The logprobs of response tokens by the teacher on the ranks, NaN for tokens without it."""
+    model, by_token = load_reference(teacher), []
+    for sequence in case.sequences:
+        mask = torch.from_numpy(sequence.loss_mask[1:])
+        with torch.no_grad():
+            log_q = logprobs_of(model, sequence.tokens, temperature)
+        labels = torch.from_numpy(sequence.tokens[1:])[:, None]
+        found = log_q.gather(1, labels)[mask, 0]
+        by_token.append(found if sequence.teacher == ON_RANKS else torch.full_like(found, torch.nan))
+    return torch.cat(by_token).numpy()
+
+
 FURTHER = soak("all", "context, data", "four tensor ranks", "expert, data", "three stages")
 
 
@@ -165,14 +185,47 @@ def test_every_objective_has_torchs_value_and_gradients(name, case, teacher):
     recipes = {objective: recipe_of(layout, settings) for objective, settings in OBJECTIVES.items()}
     results = on_ranks(with_objectives, recipes["reverse KL"], case, recipes, teacher)
     for objective, settings in OBJECTIVES.items():
-        losses, parts, seen = zip(*(result[objective] for result in results), strict=True)
+        losses, parts, seen, of_teacher = zip(*(result[objective] for result in results), strict=True)
         loss, gradients, by_token = by_torch(case, teacher, settings)
         assert sum(losses) == pytest.approx(loss, abs=1e-6), objective
         np.testing.assert_allclose(of_all_tokens(seen), by_token, atol=2e-6, err_msg=objective)
+        temperature = settings.get("temperature", TEMPERATURE)
+        np.testing.assert_allclose(of_all_tokens(of_teacher), of_labels(case, teacher, temperature), atol=3e-6)
         found = assemble(parts)
         for tensor, gradient in gradients.items():
             largest = max(np.abs(gradient).max(), 1e-30)
             assert np.abs(found[tensor] - gradient).max() <= 1e-5 * largest, (objective, tensor)
+
+
+def beside_rewards(
+    rank: TrainRank, batch: RankBatch, advantages: Any, recipes: Mapping[str, tuple[Recipe, bool]], teacher: Path
+) -> dict[str, Parts]:
+    """Gradients by recipe, with advantages or without."""
+    found = {}
+    for name, (recipe, rewarded) in recipes.items():
+        rank_with(rank, recipe, teacher).load_batch(batch)
+        if recipe.algorithm.distillation.objective.in_loss:
+            rank.compute_teachers(["on_ranks"])
+        compute_gradients(rank, advantages if rewarded else np.zeros_like(advantages))
+        found[name] = gradients_of(rank.policy)
+    return found
+
+
+@pytest.mark.parametrize("objective", ["reverse KL", "forward KL", "student's top", "teacher's top"])
+def test_beside_rewards_gradients_are_the_sum_of_both(objective, case, teacher):
+    """Advantages and an entropy bonus, with one product for all but the objective of another temperature."""
+    layout = ParallelLayout(tensor=2)
+    recipes = {
+        "both": (recipe_of(layout, OBJECTIVES[objective], entropy=0.3), True),
+        "rewards": (recipe_of(layout, {"name": "sampled_token"}, entropy=0.3), True),
+        "teachers": (recipe_of(layout, OBJECTIVES[objective]), False),
+    }
+    results = on_ranks(beside_rewards, recipes["both"][0], case, recipes, teacher)
+    found = {name: assemble([result[name] for result in results]) for name in recipes}
+    for tensor, both in found["both"].items():
+        wanted = found["rewards"][tensor] + found["teachers"][tensor]
+        assert np.abs(found["rewards"][tensor]).max() > 1e-3 * np.abs(found["teachers"][tensor]).max()
+        assert np.abs(both - wanted).max() <= 2e-5 * max(np.abs(wanted).max(), 1e-30), tensor
 
 
 def teacher_logprobs(rank: TrainRank, batch: RankBatch, advantages: Any, recipe: Recipe, teacher: Path) -> Any:
@@ -251,3 +304,70 @@ def test_a_reference_teaches_as_the_model_that_it_was(lora, case_of: CaseOf):
     assert wanted.mean() > 1e-4
     np.testing.assert_allclose(found, wanted, atol=2e-6)
     np.testing.assert_array_equal(agreement, wanted_agreement)
+
+
+def without_numbers(
+    rank: TrainRank, batch: RankBatch, advantages: Any, recipes: list[Recipe], teacher: Path
+) -> list[str]:
+    """The errors of passes of a teacher with a broken weight."""
+    errors = []
+    for recipe in recipes:
+        rank_with(rank, recipe, teacher).load_batch(batch)
+        (model,) = rank.teachers._models.values()
+        next(model.chunks[0].parameters()).data.fill_(torch.nan)
+        try:
+            rank.compute_teachers(["on_ranks"])
+        except RankError as error:
+            errors.append(error.problems[0].where)
+    return errors
+
+
+def test_a_teacher_on_the_ranks_that_gives_no_numbers_is_an_error(case, teacher):
+    recipes = [recipe_of(ParallelLayout(), {"name": name}) for name in ("sampled_token", "full_vocabulary")]
+    ((*where,),) = on_ranks(without_numbers, recipes[0], case, recipes, teacher)
+    assert where == ["teacher on_ranks"] * 2
+
+
+def twice(rank: TrainRank, batch: RankBatch, advantages: Any, recipe: Recipe) -> list[Any]:
+    """The reference's logprobs by the pass of the KL penalty and by a pass of its own, after the policy has moved."""
+    rank.load_batch(batch)
+    rank.compute_old_logprobs()
+    rank.compute_reference_logprobs()
+    rank.update(advantages, LR, 0.1, step=1)
+    found = []
+    for penalised in (True, False):
+        rank.load_batch(batch)
+        if penalised:
+            rank.compute_reference_logprobs()
+        rank.compute_teachers(["start"])
+        found.append(rank.token_teacher())
+    return found
+
+
+def test_a_reference_that_has_read_the_batch_is_not_asked_again(case_of: CaseOf):
+    case = case_of("qwen2_tied")
+    case = replace(case, sequences=[replace(one, teacher=0) for one in case.sequences])
+    algorithm = {"kl": {"coefficient": 0.1}, "distillation": {"objective": {"name": "sampled_token"}}}
+    recipe = make_recipe(ParallelLayout(), algorithm=algorithm, teachers={"start": {"kind": "reference"}})
+    ((with_penalty, alone),) = on_ranks(twice, recipe, case, recipe)
+    np.testing.assert_array_equal(with_penalty.values, alone.values)
+    assert np.isfinite(alone.values).all()
+
+
+def test_ids_that_the_policy_lacks_are_among_all_others():
+    """A server's teacher has more ids: their share is that of the rest."""
+    random = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(5, 8, generator=random).requires_grad_(), torch.randn(13, 8, generator=random)
+    log_q = torch.log_softmax(torch.randn(5, 16, generator=random), -1)
+    policy, shard = Head(weight, HeadScale()), VocabularyShard(13, 0, None)
+    ids = torch.tensor([[3, 14, 7, 15]] * 5)
+    labels, positions = torch.arange(5), torch.arange(5)
+    for divergence in ("reverse_kl", "forward_kl", "jsd"):
+        objective = TeacherTopKConfig(k=4, divergence=divergence)
+        gradients = []
+        for asked in (ids, ids[:, [0, 2]]):
+            given = hidden, positions, labels, policy, asked, log_q.gather(1, asked), shard
+            found = _compared_at(objective, *given, entropy=False)
+            gradients.append(torch.autograd.grad(found.divergence.sum(), hidden)[0])
+            assert found.divergence.isfinite().all()
+        assert torch.allclose(*gradients, atol=1e-6)

@@ -11,11 +11,12 @@ import pytest
 from megagrpo.algorithm.advantage_method import Advantages
 from megagrpo.algorithm.distillation import DistillationConfig
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
+from megagrpo.errors import TeacherError
 from megagrpo.track.metrics import undocumented
 from megagrpo.trainer.schedule import Live, grpo_step
 from megagrpo.trainer.step import train_sequences
 from megagrpo.trainer.taught import Taught, taught_of, teacher_metrics
-from megagrpo.types import Group, Prompt, Sample, TeacherTokens
+from megagrpo.types import Group, Prompt, Sample, Score, TeacherTokens
 from tests.step_fakes import make_run
 from tests.tiny_run import recipe_with
 
@@ -34,7 +35,8 @@ def sample_of(logprobs: list[float], teacher: list[float] | None = None) -> Samp
 
 
 def group_of(source: str, *samples: Sample, **extra_info: Any) -> Group:
-    return Group(Prompt("p", (1, 2), source, "", extra_info=extra_info), samples)
+    scores = tuple(Score(0.0) for _ in samples)
+    return Group(Prompt("p", (1, 2), source, "", extra_info=extra_info), samples, scores)
 
 
 def test_rows_have_the_teacher_of_their_column_then_of_their_source() -> None:
@@ -80,12 +82,59 @@ def test_sequences_have_their_teachers_and_what_these_said() -> None:
     groups = [group_of("x", sample_of([-1.0, -2.0], [-0.5, -0.7])), group_of("y", sample_of([-1.0])), group_of("z")]
     taught = taught_of(recipe, groups)
     assert taught is not None
-    assert taught.teacher_of_row == ["a", "c"]
+    assert list(taught.teacher_of_row) == ["a", "c"]
     np.testing.assert_allclose(taught.logprobs.values, [-0.5, -0.7, np.nan])
     asked, other = train_sequences(groups, np.ones(2, bool), teachers=[0, 2])
     assert (asked.teacher, other.teacher, other.taught) == (0, 2, None)
     assert asked.taught is not None
     assert asked.taught.ids.shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("objective", "sample"),
+    [("sampled_token", sample_of([-1.0])), ("teacher_top_k", sample_of([-1.0])),
+     ("{name: teacher_top_k, k: 3}", sample_of([-1.0], [-0.5]))],
+)  # fmt: skip
+def test_a_scored_sample_without_the_answer_that_the_objective_needs_is_refused(objective: str, sample: Sample) -> None:
+    recipe = recipe_with(*TEACHERS, f"algorithm.distillation={{by_source: {{x: a}}, objective: {objective}}}")
+    group = group_of("x", sample)
+    with pytest.raises(TeacherError, match="teacher a"):
+        taught_of(recipe, [group])
+    assert taught_of(recipe, [replace(group, scores=(Score(None),))])
+
+
+@pytest.mark.parametrize("named", [7, "nobody"])
+def test_a_column_that_names_no_teacher_is_an_error_of_the_prompt(named: object) -> None:
+    recipe = recipe_with(ONLY, "algorithm.distillation={column: teacher}")
+    with pytest.raises(TeacherError, match="prompt p"):
+        taught_of(recipe, [group_of("x", sample_of([-1.0]), teacher=named)])
+
+
+def test_no_teacher_is_asked_while_the_critic_warms_up() -> None:
+    warm = ["algorithm.advantage.name=gae", "algorithm.critic={lr: 1e-3, warmup_steps: 1}"]
+    for step in (1, 2):
+        run = make_run(ONLY, "algorithm.distillation={}", *warm, scores=lambda prompt: [1, 0, 0, 0])
+        run.policy.by_token = lambda method, lengths, absent=0.0, run=run: (
+            run.policy.calls.append(method) or ragged_zeros(lengths, np.float32)
+        )
+        grpo_step(run, Live(run), step, 0.0)
+        asked = {"compute_teachers", "token_teacher"} & set(run.policy.calls)
+        assert len(asked) == (0 if step == 1 else 2)
+
+
+@pytest.mark.parametrize(
+    "term",
+    ["reward.overlong={buffer_tokens: 2, penalty: 1.0}", "reward.non_stop_score=-1.0", "algorithm.kl.coefficient=0.1"],
+)
+def test_teachers_are_not_alone_where_another_term_has_a_gradient(term: str) -> None:
+    alone = (
+        ONLY,
+        "algorithm.distillation.objective=full_vocabulary",
+        "reward.functions=[]",
+        "algorithm.kl.coefficient=0",
+    )
+    assert recipe_with(*alone).teachers_alone
+    assert not recipe_with(*alone, term).teachers_alone
 
 
 def equal(prompt: int) -> list[float | None]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from megagrpo.algorithm.advantages import OwnAdvantageConfig
 from megagrpo.recipe.reward_functions import executor_of
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.recipe.schema.algorithm import AlgorithmConfig
@@ -241,8 +242,10 @@ class Recipe(Section):
     @property
     def teachers_alone(self) -> bool:
         """Returns whether the loss has no other term than the divergence from teachers."""
-        algorithm = self.algorithm
-        others = self.reward.scores or algorithm.kl.coefficient or algorithm.entropy_coefficient or algorithm.critic
+        algorithm, reward = self.algorithm, self.reward
+        rewards = reward.scores or reward.overlong or reward.non_stop_score or algorithm.critic
+        others = rewards or algorithm.kl.coefficient or algorithm.entropy_coefficient
+        others = others or isinstance(algorithm.advantage, OwnAdvantageConfig)
         return algorithm.distillation is not None and algorithm.distillation.objective.in_loss and not others
 
     @property
