@@ -128,7 +128,7 @@ def top_logprobs(
     hidden: [n, hidden]; labels: int64 [n]. Both are equal on all tensor ranks, which gather k + 2 numbers of each row.
     Of equally likely ids the lower comes first.
     """
-    columns, k = chunk_columns or columns_at_once(len(hidden), hidden.device) // 2, min(k, shard.vocab)
+    columns, k = chunk_columns or columns_at_once(len(hidden), hidden.device), min(k, shard.vocab)
     best = torch.full((len(hidden), k), torch.iinfo(torch.int64).min, device=hidden.device)
     found = hidden.new_zeros(2, len(hidden), dtype=torch.float64)  # log of the sum of e^x, the label's x
     found[0] = LOWEST
@@ -361,7 +361,7 @@ def _gradient(
     return gradient.to(dtype)
 
 
-BLOCK = 32
+BLOCK = 8
 """Columns of which the highest alone is looked at first."""
 
 
