@@ -193,7 +193,7 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> T
         left_out = rows & ~with_routes(sampled.groups, rows)
         rows, inputs = rows & ~left_out, replace(inputs, scores=np.where(left_out, np.nan, inputs.scores))
     taught = taught_of(recipe, sampled.groups)
-    if recipe.reads_batch:  # the recipe's rules then refuse to credit turns
+    if algorithm.reads_batch:  # the recipe's rules then refuse to credit turns
         with run.clock.phase("logprobs"):
             batches, zeros = load_batch(run, sampled.groups, rows, step), ragged_zeros(inputs.tokens)
             if algorithm.kl_in_reward:
@@ -207,25 +207,23 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> T
             if algorithm.advantage.reads_energy:
                 energy = run.policy.by_token("token_energy", inputs.tokens) if batches else zeros
                 inputs = replace(inputs, energy=energy)
-            if recipe.ranks_advise and taught and batches and algorithm.reads_logprobs(step):
-                taught = taught.with_ranks(run)
-        advantages, taught = advised(recipe, algorithm.advantage.advantages(inputs), taught, sampled.groups, rows)
-        return Trained(rows, advantages, batches, kl_coefficient, taught=taught)
-    advantages = algorithm.credit.advantages(algorithm.advantage, inputs, turns_of(recipe, sampled.groups))
+        advantages = algorithm.advantage.advantages(inputs)
+    else:
+        advantages = algorithm.credit.advantages(algorithm.advantage, inputs, turns_of(recipe, sampled.groups))
+        if advantages.of_tokens is not None and algorithm.loss.name == "gmpo":  # by a function of the user's own
+            needed = "one advantage for each response: the geometric mean over it is bounded on the side of its sign"
+            raise RecipeError(
+                Problem("algorithm.loss.name", "gmpo, with advantages by token", needed, "name: ppo_clip or gspo")
+            )
+        with run.clock.phase("logprobs"):
+            if algorithm.skips_groups:
+                teaches = advantages.taught if taught is None else advantages.taught | taught.rows
+                rows = rows & np.isin(inputs.group_ids, inputs.group_ids[teaches])
+            batches = load_batch(run, sampled.groups, rows, step)
+    if recipe.ranks_advise and taught and batches and algorithm.reads_logprobs(step):
+        taught = taught.with_ranks(run)
     advantages, taught = advised(recipe, advantages, taught, sampled.groups, rows)
-    if advantages.of_tokens is not None and algorithm.loss.name == "gmpo":  # by a function of the user's own
-        needed = "one advantage for each response: the geometric mean over it is bounded on the side of its sign"
-        raise RecipeError(
-            Problem("algorithm.loss.name", "gmpo, with advantages by token", needed, "name: ppo_clip or gspo")
-        )
-    with run.clock.phase("logprobs"):
-        if algorithm.skips_groups:
-            teaches = advantages.taught
-            if taught is not None:
-                teaches = teaches | taught.rows
-            rows = rows & np.isin(inputs.group_ids, inputs.group_ids[teaches])
-        batches = load_batch(run, sampled.groups, rows, step)
-        return Trained(rows, advantages, batches, kl_coefficient, taught=taught)
+    return Trained(rows, advantages, batches, kl_coefficient, taught=taught)
 
 
 def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: int) -> list[RankBatch]:

@@ -14,7 +14,7 @@ from megagrpo.algorithm.ragged import Ragged, ragged_zeros
 from megagrpo.errors import TeacherError
 from megagrpo.track.metrics import undocumented
 from megagrpo.trainer.schedule import Live, grpo_step
-from megagrpo.trainer.step import train_sequences
+from megagrpo.trainer.step import load, sample, train_sequences
 from megagrpo.trainer.taught import Taught, taught_of, teacher_metrics
 from megagrpo.types import Group, Prompt, Sample, Score, TeacherTokens
 from tests.step_fakes import make_run
@@ -181,3 +181,26 @@ def test_a_response_whose_teacher_failed_is_not_trained_on() -> None:
     grpo_step(run, Live(run), 1, 0.0)
     assert all(row % 4 for row in run.policy.rows)
     assert len(run.policy.rows) == 12
+
+
+@pytest.mark.parametrize("credit", ["outcome", "turn"])
+def test_groups_without_signal_and_teacher_are_left_out_where_ranks_advise(credit: str) -> None:
+    """Scores of the first prompt alone differ; the second alone has a teacher, who adds to its tokens' advantages."""
+    run = make_run(
+        ONLY,
+        "algorithm.distillation={by_source: {x: a}}",
+        f"algorithm.credit.name={credit}",
+        "rollout.prompts_per_step=3",
+        scores=lambda prompt: [1.0 if prompt == 0 else 0.0, 0.0, 0.0, 0.0],
+    )
+    run.policy.by_token = lambda method, lengths, absent=0.0: ragged_zeros(lengths, np.float32)
+    sampled = sample(run, 1)
+    groups = [
+        replace(group, prompt=replace(group.prompt, data_source="x" if at == 1 else "y"))
+        for at, group in enumerate(sampled.groups)
+    ]
+    trained = load(run, replace(sampled, groups=groups), 1, 0.0)
+    assert trained.rows.tolist() == [True] * 8 + [False] * 4
+    assert trained.advantages.of_tokens is not None
+    tokens = np.repeat(np.arange(12), trained.advantages.of_tokens.lengths)
+    assert (trained.advantages.of_tokens.values[(tokens >= 4) & (tokens < 8)] == 1.0).all()  # log q 0 - log p -1

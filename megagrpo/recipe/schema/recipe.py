@@ -80,7 +80,6 @@ TEACHER_RULES: Rules[Recipe] = {
         and r.teachers_on_ranks
         and r.train.layout.context > 1
     ),
-    "turns_of_teachers_on_ranks": lambda r: r.ranks_advise and r.algorithm.credit.by_turn,
 }
 
 
@@ -253,11 +252,6 @@ class Recipe(Section):
         """Returns whether advantages depend on logprobs of teachers on the ranks."""
         distillation = self.algorithm.distillation
         return distillation is not None and not distillation.objective.in_loss and bool(self.teachers_on_ranks)
-
-    @property
-    def reads_batch(self) -> bool:
-        """Returns whether advantages depend on results of the ranks."""
-        return self.algorithm.reads_batch or self.ranks_advise
 
     def teacher_of(self, data_source: str, extra_info: Mapping[str, Any]) -> str | None:
         """Returns the name of a row's teacher, None without one. Raises ValueError for a name that is no text."""
