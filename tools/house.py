@@ -33,7 +33,7 @@ BUDGETS = {
     ("weights",): 9_350,
     ("megatron",): 5_747,
     ("layout", "batching", "algorithm"): 3_158,
-    ("checkpoint", "convert"): 2_471,
+    ("checkpoint", "convert"): 2_496,
     ("rollout",): 5_172,
     ("cluster",): 3_437,
     ("trainer", "evaluation"): 4_830,
@@ -44,13 +44,13 @@ BUDGETS = {
     ("agents",): 5_158,
     ("track", "report"): 4_883,
     ("importing",): 3_078,
-    ("commands", "processes", ""): 2_815,
+    ("commands", "processes", ""): 2_818,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=375),
-    "tests": Limits(lines=60_525, lines_of_file=600, files=None),
+    "tests": Limits(lines=60_571, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (15, 6), "A metric's walk": (5, 3)}
