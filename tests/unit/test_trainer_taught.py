@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from megagrpo.algorithm.advantage_method import Advantages
 from megagrpo.algorithm.distillation import DistillationConfig
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
 from megagrpo.errors import TeacherError
-from megagrpo.track.metrics import undocumented
+from megagrpo.track.metrics import documented, undocumented
 from megagrpo.trainer.schedule import Live, grpo_step
 from megagrpo.trainer.step import train_sequences
 from megagrpo.trainer.taught import Taught, taught_of, teacher_metrics
@@ -70,11 +71,16 @@ def test_metrics_are_means_over_tokens_with_a_teacher_also_by_source() -> None:
             "teacher/tokens_share": 0.75,
             "teacher/divergence": 0.3,
             "teacher/agreement": 2 / 3,
-            "teacher/divergence/code": 0.3,
-            "teacher/divergence/math": 0.3,
+            "teacher/code/divergence": 0.3,
+            "teacher/math/divergence": 0.3,
         }
     )
     assert not undocumented(found)
+
+
+def test_a_teacher_and_a_data_source_may_have_one_name() -> None:
+    names = [metric.name for metric in documented() if metric.name.startswith("teacher/")]
+    assert len({re.sub("{.*}", "divergence", name) for name in names}) == len(names)
 
 
 def test_sequences_have_their_teachers_and_what_these_said() -> None:
