@@ -220,9 +220,7 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> T
         )
     with run.clock.phase("logprobs"):
         if algorithm.skips_groups:
-            teaches = advantages.taught
-            if taught is not None:
-                teaches = teaches | taught.rows
+            teaches = advantages.taught if taught is None else advantages.taught | taught.rows
             rows = rows & np.isin(inputs.group_ids, inputs.group_ids[teaches])
         batches = load_batch(run, sampled.groups, rows, step)
         return Trained(rows, advantages, batches, kl_coefficient, taught=taught)
@@ -414,9 +412,8 @@ def learned_of(run: TrainRun, sampled: Sampled, trained: Trained) -> Learned:
     """Returns the step's rows and advantages for the trackers, and the ranks' figures of the tokens that are kept."""
     settings, learned = run.recipe.track.rollouts, Learned(trained.rows, trained.advantages)
     if (taught := trained.taught) is not None:
-        in_loss = taught.agreement is not None
-        learned = replace(learned, teachers=taught.teacher_of_row, teacher_logprobs=taught.logprobs)
-        learned = replace(learned, divergences=taught.divergence if in_loss else None)
+        seen = None if taught.agreement is None else taught.divergence
+        learned = replace(learned, teachers=taught.teacher_of_row, teacher_logprobs=taught.logprobs, divergences=seen)
     if trained.policy is None or settings is None or settings.token_samples_per_step == 0:
         return learned
     kept = first_groups(first_groups(sampled.groups, settings.samples_per_step), settings.token_samples_per_step)
