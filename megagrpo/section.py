@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from string import Formatter
@@ -45,6 +46,11 @@ def tree_of(fields: Mapping[str, Any]) -> dict[str, Any]:
             section = section.setdefault(key, {})
         section[last] = value
     return tree
+
+
+def entry_of(data_source: str, entries: Collection[str]) -> str | None:
+    """Returns a row's entry: its data source, or else the first pattern that fits, such as math*. None without one."""
+    return data_source if data_source in entries else next((e for e in entries if fnmatchcase(data_source, e)), None)
 
 
 Kind = TypeVar("Kind", bound=BaseModel)

@@ -32,25 +32,25 @@ class Limits:
 BUDGETS = {
     ("weights",): 9_350,
     ("megatron",): 5_747,
-    ("layout", "batching", "algorithm"): 3_158,
-    ("checkpoint", "convert"): 2_471,
+    ("layout", "batching", "algorithm"): 3_150,
+    ("checkpoint", "convert"): 2_488,
     ("rollout",): 5_172,
-    ("cluster",): 3_437,
-    ("trainer", "evaluation"): 4_830,
-    ("recipe", "preflight", "doctor"): 6_110,
-    ("plan",): 5_269,
+    ("cluster",): 3_428,
+    ("trainer", "evaluation"): 4_824,
+    ("recipe", "preflight", "doctor"): 6_097,
+    ("plan",): 5_268,
     ("data",): 2_754,
     ("reward",): 7_684,
     ("agents",): 5_158,
-    ("track", "report"): 4_883,
-    ("importing",): 3_078,
-    ("commands", "processes", ""): 2_815,
+    ("track", "report"): 4_877,
+    ("importing",): 3_072,
+    ("commands", "processes", ""): 2_824,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=375),
-    "tests": Limits(lines=60_525, lines_of_file=600, files=None),
+    "tests": Limits(lines=60_580, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (15, 6), "A metric's walk": (5, 3)}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
-from megagrpo.section import ByName, Fraction, NonNegativeFloat, PositiveFloat, Rules, Section, Tokens
+from megagrpo.section import ByName, Fraction, NonNegativeFloat, PositiveFloat, Rules, Section, Tokens, entry_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +43,7 @@ class _DivergenceConfig(Section):
     """A divergence of two distributions at each token, added to the loss with its gradient."""
 
     in_loss: ClassVar[bool] = True
-    on_ranks: ClassVar[bool]
+    on_ranks: ClassVar[bool] = True
 
     divergence: Divergence = "reverse_kl"
     """reverse_kl: KL(policy || teacher); forward_kl: KL(teacher || policy); jsd: beta KL(teacher || m) +
@@ -72,8 +71,6 @@ class TeacherTopKConfig(_DivergenceConfig):
 class StudentTopKConfig(_DivergenceConfig):
     """The divergence over the policy's k most likely ids and all others as one event. For teachers on the ranks."""
 
-    on_ranks: ClassVar[bool] = True
-
     name: Literal["student_top_k"] = "student_top_k"
 
     k: TopK = 32
@@ -82,8 +79,6 @@ class StudentTopKConfig(_DivergenceConfig):
 
 class FullVocabularyConfig(_DivergenceConfig):
     """The divergence over the whole vocabulary. For teachers on the ranks."""
-
-    on_ranks: ClassVar[bool] = True
 
     name: Literal["full_vocabulary"] = "full_vocabulary"
 
@@ -145,11 +140,8 @@ class DistillationConfig(Section):
             if not isinstance(named, str):
                 raise ValueError(f"{self.column}: {named!r}, not the name of a teacher")
             return named or None
-        if data_source in self.by_source:
-            return self.by_source[data_source]
-        for pattern, name in self.by_source.items():
-            if fnmatchcase(data_source, pattern):
-                return name
+        if (entry := entry_of(data_source, self.by_source)) is not None:
+            return self.by_source[entry]
         return None if self.by_source or self.column else only
 
 

@@ -97,11 +97,8 @@ def _json_type(*kinds: type, without: Collection[str] = (), **others: Any) -> An
     """Returns the type of these dataclasses' JSON, as one object: without some fields, and with others. No field has a
     default, so that none can be lost from a file, but for those of OPTIONAL."""
     hints = {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()} | others
-    described = [
-        (name, hint, *([OPTIONAL[name]] if name in OPTIONAL else ()))
-        for name, hint in hints.items()
-        if name not in without
-    ]
+    fields = ((name, hint) for name, hint in hints.items() if name not in without)
+    described = [(name, hint, *[OPTIONAL.get(name)] * (name in OPTIONAL)) for name, hint in fields]
     return msgspec.defstruct(f"{kinds[0].__name__}Json", described, kw_only=True)
 
 
@@ -342,16 +339,11 @@ def _routes(arrays: Arrays, owners: int) -> list[Routes | None]:
 
 def _teacher_arrays(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
     given = [sample.teacher for sample in samples]
-    joined = {
-        "teacher_widths": [np.array([-1 if one is None else one.ids.shape[1] for one in given])],
-        "teacher_logprobs": [one.logprobs for one in given if one is not None],
-        "teacher_ids": [one.ids.reshape(-1) for one in given if one is not None],
-        "teacher_ids_logprobs": [one.ids_logprobs.reshape(-1) for one in given if one is not None],
-    }
-    return {
-        name: np.concatenate([np.empty(0, DTYPES[name]), *arrays]).astype(DTYPES[name])
-        for name, arrays in joined.items()
-    }
+    arrays = {"teacher_widths": np.array([-1 if one is None else one.ids.shape[1] for one in given], np.int64)}
+    for name in list(SINCE_5)[1:]:
+        its = (getattr(one, name.removeprefix("teacher_")).reshape(-1) for one in given if one is not None)
+        arrays[name] = np.concatenate([np.empty(0, DTYPES[name]), *its]).astype(DTYPES[name])
+    return arrays
 
 
 def _teachers(arrays: Arrays, cuts: np.ndarray) -> Iterator[TeacherTokens | None]:

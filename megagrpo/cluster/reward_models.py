@@ -11,10 +11,10 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -49,12 +49,8 @@ ANSWER_BYTES, BYTES_PER_ID = 1 << 20, 200
 """Most bytes of a teacher's answer: of all but ids, and of each id with its logprob and the text that vLLM adds."""
 Gpus = Sequence[int | str]
 """The GPUs of a model, as its node names them."""
-
-
-class Posting(Protocol):
-    """The receiver of requests, as Endpoint (reward/judging/client.py)."""
-
-    async def post(self, body: Mapping[str, Any], timeout_seconds: float) -> Reply: ...
+Post = Callable[[Mapping[str, Any], float], Awaitable[Reply]]
+"""Posts to a server, as an Endpoint does (reward/judging/client.py)."""
 
 
 @ray.remote(max_restarts=RESTARTS_MAX, max_task_retries=1)
@@ -129,7 +125,7 @@ class ServerActor:
     async def score(self, tokens: np.ndarray, first: int, timeout_seconds: float) -> Reply:
         """Asks a teacher for the logprobs of tokens, as `scored`."""
         scores = self._spec.settings.engine_kind.token_scores
-        return await scored(self, scores, tokens, first, self._spec.top_ids or 0, timeout_seconds)
+        return await scored(self.post, scores, tokens, first, self._spec.top_ids or 0, timeout_seconds)
 
     async def close(self) -> None:
         self._closed.set()
@@ -174,12 +170,12 @@ class ServerActor:
 
 
 async def scored(
-    server: Posting, scores: TokenScores, tokens: np.ndarray, first: int, k: int, timeout_seconds: float
+    post: Post, scores: TokenScores, tokens: np.ndarray, first: int, k: int, timeout_seconds: float
 ) -> Reply:
     """Asks a server for the logprobs of tokens from `first` on. The reply's `answer` is TeacherTokens; status 0: the
-    answer is not of these tokens. Raises as `server.post`."""
+    answer is not of these tokens. Raises as `post`."""
     asked = tokens.tolist(), first, k
-    reply = await server.post(scores.body(*asked), timeout_seconds)
+    reply = await post(scores.body(*asked), timeout_seconds)
     if reply.status != 200:
         return reply
     try:
@@ -192,8 +188,8 @@ def server_spec(recipe: Recipe, path: str, directory: Path, device: str, dtype: 
     """Returns the spec of a server on this node, which keeps its weights: a judge's, which answers chats, or a
     teacher's. path: of the model in the recipe."""
     config: Any = recipe.models_beside[path]
-    teaches, name = isinstance(config, ServedTeacherConfig), name_of(path)
-    called = "teacher" if teaches else "reward model"
+    teaches = isinstance(config, ServedTeacherConfig)
+    called, name = "teacher" if teaches else "reward model", path.split(".", 1 if teaches else 2)[-1]
     return ServerSpec(
         name=f"{called} {name}",
         log=(run_directory(recipe) / "logs" / f"{called.replace(' ', '_')}_{name}.log").absolute(),
@@ -210,11 +206,6 @@ def server_spec(recipe: Recipe, path: str, directory: Path, device: str, dtype: 
         chat_model="" if teaches else name,
         top_ids=asked_ids(recipe) if teaches else None,
     )
-
-
-def name_of(path: str) -> str:
-    """Returns the name of a model from its path in the recipe."""
-    return path.removeprefix("reward.models.").removeprefix("teachers.")
 
 
 def asked_ids(recipe: Recipe) -> int:
@@ -269,8 +260,8 @@ class RewardModels:
         """Returns the teachers on servers of the run, by name."""
         start_seconds = self._recipe.cluster.start_timeout_seconds
         return {
-            name_of(path): ActorEndpoint(self._actors[path], model.path, start_seconds)
-            for path, model in self._recipe.models_beside.items()
+            name: ActorEndpoint(self._actors[f"teachers.{name}"], model.path, start_seconds)
+            for name, model in self._recipe.teachers.items()
             if isinstance(model, ServedTeacherConfig)
         }
 

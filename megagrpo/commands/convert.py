@@ -36,6 +36,9 @@ def add_convert(commands: Commands) -> None:
             added.add_argument("--adapter", type=Path, required=True, metavar="DIR", help=adapter)
         added.add_argument("--model", type=Path, metavar="DIR", help=model)
         added.add_argument("--dtype", choices=dtypes, help="default: as stored")
+        if name != "hf-to-megatron":
+            reference = "write a training checkpoint's reference policy (algorithm.reference), not its policy"
+            added.add_argument("--reference", action="store_true", help=reference)
         added.add_argument("--overwrite", action="store_true", help="replace an existing output, as the last act")
     text = "compare two checkpoints of any formats bit by bit; exits with 1 if they differ"
     added = add_command(converters, "verify", text, verify)
@@ -54,9 +57,9 @@ def convert(args: argparse.Namespace) -> int:
         case "hf-to-megatron":
             done = to_megatron(args.source, args.output, **how)
         case "megatron-to-hf":
-            done = to_hugging_face(args.source, args.output, **how)
+            done = to_hugging_face(args.source, args.output, reference=args.reference, **how)
         case _:
-            done = merge_lora(args.source, args.adapter, args.output, **how)
+            done = merge_lora(args.source, args.adapter, args.output, reference=args.reference, **how)
     if done.left_out:
         print(f"not converted, because they are not the model's: {few(done.left_out, SHOWN)}", file=sys.stderr)
     if done.continued:

@@ -23,11 +23,13 @@ from megagrpo.checkpoint.torch_dist import TorchCheckpoint
 from megagrpo.convert.job import Converted
 from megagrpo.convert.source import (
     MAIN_WEIGHTS,
+    REFERENCE_WEIGHTS,
     RegionReader,
     Source,
     open_source,
     trainer_state,
     training_checkpoint,
+    with_reference,
 )
 from megagrpo.convert.targets import write_hugging_face
 from megagrpo.errors import ModelError, Problem, UnusableCheckpointError, brief, first_line
@@ -87,16 +89,17 @@ def merge_lora(
     *,
     model: Path | None = None,
     dtype: str | None = None,
+    reference: bool = False,
     overwrite: bool = False,
 ) -> Converted:
     """Writes a Hugging Face model from the checkpoint at `path` and a PEFT adapter or training checkpoint of adapters.
 
-    Sums are computed in float32 and rounded once, to `dtype` (None: that of each tensor). `model` as in
-    to_hugging_face. Raises ModelError or CheckpointError; `output` is as it was then.
+    Sums are computed in float32 and rounded once, to `dtype` (None: that of each tensor). `model` and `reference` as
+    in to_hugging_face. Raises ModelError or CheckpointError; `output` is as it was then.
     """
-    adapter = open_adapter(adapter_path)
+    adapter = open_adapter(adapter_path, reference)
     source = _merged_source(open_source(path, model), adapter, dtype)
-    options = str(adapter.path), json.dumps(dict(adapter.scales), sort_keys=True)
+    options = str(adapter.path), json.dumps(dict(adapter.scales), sort_keys=True), *["reference"] * reference
     return write_hugging_face(source, output, dtype, "merged", *options, overwrite=overwrite)
 
 
@@ -135,13 +138,15 @@ def _merged_source(source: Source, adapter: Adapter, dtype: str | None) -> Sourc
     return replace(plain, held={**source.held, **held})
 
 
-def open_adapter(path: Path) -> Adapter:
+def open_adapter(path: Path, reference: bool = False) -> Adapter:
     """Opens the adapters at `path`: a PEFT directory, a training checkpoint, or a run's newest whole checkpoint."""
     path = path.absolute()
+    if reference:
+        return _of_training(with_reference(path), REFERENCE_WEIGHTS)
     if (path / ADAPTER_CONFIG).is_file():
         return _of_peft(path)
     if (checkpoint := training_checkpoint(path)) is not None:
-        return _of_training(checkpoint)
+        return _of_training(checkpoint, MAIN_WEIGHTS)
     given = "no such directory" if not path.is_dir() else "a directory with neither"
     needed = f"a PEFT adapter ({ADAPTER_CONFIG}), or a training checkpoint of megagrpo (step_*)"
     raise UnusableCheckpointError(Problem(str(path), given, needed))
@@ -235,7 +240,7 @@ def _of_modules(pattern: str) -> str:
     return rf"(.*\.)?({pattern})$"
 
 
-def _of_training(path: Path) -> Adapter:
+def _of_training(path: Path, prefix: str) -> Adapter:
     train = trainer_state(path).recipe.get("train")
     lora = train.get("lora") if isinstance(train, dict) else None
     if lora is None:
@@ -246,16 +251,15 @@ def _of_training(path: Path) -> Adapter:
     except ValidationError as error:
         raise UnusableCheckpointError(Problem(f"{path}: train.lora", brief(lora), first_line(error))) from None
     stored = TorchCheckpoint(path / RANK)
-    prefix = MAIN_WEIGHTS + PREFIX
     shapes = {
-        name.removeprefix(MAIN_WEIGHTS): storage.shape
+        name.removeprefix(prefix): storage.shape
         for name, storage in stored.tensors.items()
-        if name.startswith(prefix)
+        if name.startswith(prefix + PREFIX)
     }
     scales = {module + ".weight": settings.alpha / settings.rank for module in _modules(shapes)}
 
     def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-        values = stored.read(MAIN_WEIGHTS + name, start, shape)
+        values = stored.read(prefix + name, start, shape)
         stored.forget()
         return values
 

@@ -29,8 +29,9 @@ CONFIG = "config.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 COMPANION_MODEL = "hugging_face"
 """Beside a torch_dist checkpoint that was converted: the config and tokenizer of the model."""
-MAIN_WEIGHTS = "param."
-"""The prefix of the weights in a training checkpoint (megatron/state.py). Adam's moments are not converted."""
+MAIN_WEIGHTS, REFERENCE_WEIGHTS = "param.", "reference."
+"""Prefixes of a training checkpoint's weights (megatron/state.py): the policy's, and those of a reference that follows
+it. Adam's moments are not converted."""
 
 RegionReader = Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]
 """(storage, start, shape) to the values of that part of the storage. Raises CheckpointError."""
@@ -123,6 +124,21 @@ def open_source(path: Path, model: Path | None = None, *, otherwise: Path | None
     raise UnusableCheckpointError(Problem(str(path), given, needed))
 
 
+def open_reference(path: Path, model: Path | None = None) -> Source:
+    """Opens the reference policy in a training checkpoint, as open_source opens the policy."""
+    return _training_source(with_reference(path), model, None, REFERENCE_WEIGHTS)
+
+
+def with_reference(path: Path) -> Path:
+    """Returns the training checkpoint at `path`. Raises UnusableCheckpointError if it holds no reference policy."""
+    training = training_checkpoint(path.absolute())
+    if training and any(key.startswith(REFERENCE_WEIGHTS) for key in TorchCheckpoint(training / RANK).tensors):
+        return training
+    needed = "a training checkpoint (step_*) of a run with algorithm.reference.update_every_steps"
+    fix = "leave out --reference; the reference of other runs is their start, the model of model.path"
+    raise UnusableCheckpointError(Problem(str(path), "no reference policy", needed, fix))
+
+
 def training_checkpoint(path: Path) -> Path | None:
     """Returns `path` if it is a training checkpoint of megagrpo, or the newest whole one in it; otherwise None."""
     if (path / TRAINER).is_file() and (path / RANK).is_dir():
@@ -180,7 +196,7 @@ def _torch_source(path: Path, root: Path, model: Path | None, otherwise: Path | 
     if any(key.startswith(MAIN_WEIGHTS) for key in stored.tensors):
         if (path.parent / TRAINER).is_file():
             return _training_source(path.parent, model, otherwise)
-        return _main_weights_source(path, stored, _model_of(path, model, otherwise))
+        return _main_weights_source(path, stored, _model_of(path, model, otherwise), MAIN_WEIGHTS)
     directory = _model_of(path, model, root / COMPANION_MODEL, otherwise)
     arch = read_architecture(directory)
     manifest = stored_manifest(arch, stored.tensors, str(path))
@@ -190,22 +206,24 @@ def _torch_source(path: Path, root: Path, model: Path | None, otherwise: Path | 
     return _make_source(path, directory, arch, held, left_out, stored.files, stored.forget)
 
 
-def _training_source(path: Path, model: Path | None, otherwise: Path | None) -> Source:
+def _training_source(path: Path, model: Path | None, otherwise: Path | None, prefix: str = MAIN_WEIGHTS) -> Source:
     sections = {name: part for name, part in trainer_state(path).recipe.items() if isinstance(part, dict)}
     if sections.get("train", {}).get("lora") is not None:
         fix = f"megagrpo convert merge-lora --adapter {path} --source MODEL --output DIR"
+        fix += " --reference" if prefix == REFERENCE_WEIGHTS else ""
         raise ModelError(Problem(str(path), "adapters (train.lora)", "weights of a whole model", fix))
     trained_from = Path(str(sections["model"]["path"])) if "path" in sections.get("model", {}) else None
     directory = _model_of(path, model, trained_from, otherwise)
-    return _main_weights_source(path, TorchCheckpoint(path / RANK), directory)
+    return _main_weights_source(path, TorchCheckpoint(path / RANK), directory, prefix)
 
 
-def _main_weights_source(path: Path, stored: TorchCheckpoint, model: Path) -> Source:
+def _main_weights_source(path: Path, stored: TorchCheckpoint, model: Path, prefix: str) -> Source:
+    """Returns the weights of this prefix. Those that are not trained are the policy's with any prefix."""
     arch = read_architecture(model)
     tensors = tensors_of(arch)
     problems, storages, placements = [], {}, []
     for tensor in tensors:
-        storage = stored.tensors.get(MAIN_WEIGHTS + tensor.name)
+        storage = stored.tensors.get((prefix if tensor.trained else MAIN_WEIGHTS) + tensor.name)
         if storage is not None and storage.shape == tensor.shape:
             storages[storage.name] = storage
             placements.append(Placement.whole(tensor.box, storage.name))
@@ -217,7 +235,7 @@ def _main_weights_source(path: Path, stored: TorchCheckpoint, model: Path) -> So
     held: list[tuple[Manifest, RegionReader]]
     held = [(Manifest(str(path), storages, tuple(placements)), stored.read)]
     paths = stored.files
-    if untrained := {tensor.name for tensor in tensors if MAIN_WEIGHTS + tensor.name not in storages}:
+    if untrained := {tensor.name for tensor in tensors} - {placement.box.tensor for placement in placements}:
         # Training does not change or save them: they are those of the model that it began with.
         began = ModelFiles(model)
         for file in began.manifests:

@@ -26,7 +26,7 @@ import torch
 
 from megagrpo.checkpoint.torch_dist import Chunk, Stored, TorchFile, chunks_to_write, extra_states, write_metadata
 from megagrpo.convert.job import PIECE_BYTES, Advance, Converted, Target, by_layer, convert
-from megagrpo.convert.source import COMPANION_MODEL, TRACKER, Source, open_source
+from megagrpo.convert.source import COMPANION_MODEL, TRACKER, Source, open_reference, open_source
 from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Placement
 from megagrpo.weights.families.architecture import Architecture
@@ -46,14 +46,17 @@ def to_hugging_face(
     *,
     model: Path | None = None,
     dtype: str | None = None,
+    reference: bool = False,
     overwrite: bool = False,
 ) -> Converted:
     """Writes a model directory for transformers and SGLang from the checkpoint at `path`.
 
     `model`: a Hugging Face directory with the config, if the checkpoint has none. `dtype`: a Storage's; None keeps
-    that of each tensor. Raises ModelError or CheckpointError; `output` is as it was then.
+    that of each tensor. `reference`: the reference policy of a training checkpoint, not its policy. Raises ModelError
+    or CheckpointError; `output` is as it was then.
     """
-    return write_hugging_face(open_source(path, model), output, dtype, "hugging face", overwrite=overwrite)
+    source, kind = (open_reference, "reference") if reference else (open_source, "hugging face")
+    return write_hugging_face(source(path, model), output, dtype, kind, overwrite=overwrite)
 
 
 def write_hugging_face(source: Source, output: Path, dtype: str | None, *options: str, overwrite: bool) -> Converted:

@@ -382,27 +382,21 @@ def recompute(value: Any, options: Options) -> Answer:
 
 def teachers(value: Any, options: Options) -> Answer:
     """Returns servers by the names of teacher_models, or the only one of teacher_model; its key says for which rows."""
-    base, found = "distillation.teacher_models", dict[str, dict[str, Any]]()
-    paths = [
-        name for name in options.given if re.fullmatch(r"distillation\.teacher_model(s\.[^.]+)?\.model_path", name)
-    ]
-    by_source: dict[str, str] = {}
-    replicas = 1
+    found, by_source, replicas = dict[str, dict[str, Any]](), dict[str, str](), 1
+    named = re.compile(r"distillation\.teacher_model(s\.[^.]+)?\.model_path")
+    paths = [name for name in options.given if named.fullmatch(name)]
     for path in paths:
         above = path.removesuffix(".model_path")
         name = set_name(above.rpartition(".")[2])
         engine = options[f"{above}.inference.name"] or options[f"{ROLLOUT}.name"]
-        ranks = options[f"{above}.inference.tensor_model_parallel_size"]
         server = {"kind": "server", "engine": "sglang" if engine == "sglang" else "vllm", "path": text(options[path])}
-        found[name] = server | {"devices": 2 if ranks is None else whole(ranks)}
+        found[name] = server | {"devices": whole(options[f"{above}.inference.tensor_model_parallel_size"] or 2)}
         replicas = max(replicas, whole(options[f"{above}.num_replicas"] or 1))
         if (key := options[f"{above}.key"]) is not None and len(paths) > 1:
             by_source[text(key)] = name
     if not found:
-        return Missing(f"no model: give {base}.teacher_model.model_path")
-    fields: dict[str, Any] = {"teachers": found}
-    if by_source:
-        fields["algorithm.distillation.by_source"] = by_source
+        return Missing("no model: give distillation.teacher_models.teacher_model.model_path")
+    fields = {"teachers": found, **({"algorithm.distillation.by_source": by_source} if by_source else {})}
     return Write(fields, "a teacher has one server here, of `devices` devices" if replicas > 1 else "")
 
 
@@ -416,7 +410,7 @@ def objective(value: Any, options: Options) -> Answer:
     if name in ("kl", "k1") and by_gradient:
         return Write({section: "sampled_token"})
     return Missing(
-        "in the loss are divergences of distributions, in the advantages sampled_token: docs/distillation.md"
+        "divergences of distributions are in the loss, sampled_token in the advantages: docs/distillation.md"
     )
 
 

@@ -340,9 +340,8 @@ def _of_grpo(recipe: Recipe, epoch_rows: float | None) -> Iterator[tuple[str, st
     yield "step", f"{prompts} prompts x {samples} samples = {responses} responses{rounds}"
     penalty = f"{kl.coefficient:g} x KL ({kl.estimator}) in the {kl.placement}" if kl.coefficient else "no KL penalty"
     names = f"{algorithm.advantage.name} advantages, {algorithm.loss.name} loss, {algorithm.aggregation.name}"
-    teachers = (
-        f", {taught.weight:g} x {taught.objective.name} of teachers" if (taught := algorithm.distillation) else ""
-    )
+    taught = algorithm.distillation
+    teachers = f", {taught.weight:g} x {taught.objective.name} of teachers" if taught else ""
     yield "objective", f"{names}, {penalty}{teachers}"
     epochs = f"{algorithm.epochs} epochs x " if algorithm.epochs > 1 else ""
     minibatches = f"{algorithm.minibatches} minibatches" if epochs else f"{algorithm.minibatches}"

@@ -228,9 +228,8 @@ def _near(directory: Path) -> str:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    return any(
-        (directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-    )
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    return any((directory / name).is_file() for name in names)
 
 
 def _vocabulary_problems(directory: Path, vocabulary: int | None) -> list[Problem]:

@@ -271,20 +271,14 @@ def _token_columns(rollouts: StepRollouts, rows: Sequence[_Row], texts: TokenTex
         of_rows = learned.advantages.of_rows
         parts["token_advantages"] = [np.full(len(row.sample.tokens), of_rows[row.number]) for row in shown]
         own = (learned.logprobs, learned.entropies, learned.advantages.of_tokens)
-        for name, figures in zip(
-            (*TRAINED, *TAUGHT), (*own, learned.teacher_logprobs, learned.divergences), strict=True
-        ):
+        of_teacher = (learned.teacher_logprobs, learned.divergences)
+        for name, figures in zip((*TRAINED, *TAUGHT), (*own, *of_teacher), strict=True):
             if figures is not None:
                 parts[name] = [figures.row(row.number) for row in shown]
     kinds = {name: SCHEMA.field(name).type.value_type for name in parts}
-    flat = {
-        name: pa.array(  # a NaN of a teacher becomes a null
-            np.concatenate([np.empty(0, kinds[name].to_pandas_dtype()), *values]),
-            kinds[name],
-            from_pandas=name in TAUGHT,
-        )
-        for name, values in parts.items()
-    }
+    joined = {name: np.concatenate([np.empty(0, kinds[name].to_pandas_dtype()), *its]) for name, its in parts.items()}
+    # A NaN of a teacher becomes a null.
+    flat = {name: pa.array(values, kinds[name], from_pandas=name in TAUGHT) for name, values in joined.items()}
     flat["token_texts"] = texts.pieces(flat["token_ids"].to_numpy(), offsets)
     return {
         name: pa.ListArray.from_arrays(

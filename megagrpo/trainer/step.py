@@ -345,12 +345,10 @@ def train_sequences(
     sequence for each branch that is trained on. teachers: of each row, its place among the recipe's or -1. Raises
     EngineError for routes and kept sets that are not those of their tokens, and with `narrowed`, by rollout.top_p and
     others, for samples without."""
-    before = [np.array(group.prompt.taught, np.int64) if group.prompt.taught else None for group in groups]
-    before = [prompt for prompt, group in zip(before, groups, strict=True) for _ in group.samples]
-    prompts = (np.array(group.prompt.tokens, np.int64) for group in groups)
-    samples = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group.samples]
+    prompts = [(np.array(one.prompt.tokens, np.int64), np.array(one.prompt.taught, np.int64)) for one in groups]
+    samples = [(*pair, sample) for pair, group in zip(prompts, groups, strict=True) for sample in group.samples]
     sequences: list[TrainSequence] = []
-    for row, (prompt, sample) in enumerate(samples):
+    for row, (prompt, before, sample) in enumerate(samples):
         first, kept, where = 0, None, f"sample {sample.index} of prompt {sample.prompt_id}"
         if sample.kept is not None:
             sample.kept.require(sample.tokens, where)
@@ -370,10 +368,9 @@ def train_sequences(
             routes = branch.routes and branch.routes.before(length, where)
             if sample.kept is not None:
                 kept = sample.kept.part(first, first + len(trained))
-            taught, number = sample.teacher and sample.teacher.part(first, first + len(trained)), -1
-            if teachers:
-                number = teachers[row]
-            of_tokens, of_teacher = (tokens, loss_mask, rollout_logprobs), (number, taught, before[row])
+            taught = sample.teacher and sample.teacher.part(first, first + len(trained))
+            of_tokens = tokens, loss_mask, rollout_logprobs
+            of_teacher = teachers[row] if teachers else -1, taught, before if len(before) else None
             sequences.append(TrainSequence(*of_tokens, row, first, routes, kept, where, *of_teacher))
             first += len(trained)
     return sequences
@@ -415,9 +412,8 @@ def learned_of(run: TrainRun, sampled: Sampled, trained: Trained) -> Learned:
     """Returns the step's rows and advantages for the trackers, and the ranks' figures of the tokens that are kept."""
     settings, learned = run.recipe.track.rollouts, Learned(trained.rows, trained.advantages)
     if (taught := trained.taught) is not None:
-        in_loss = taught.agreement is not None
-        learned = replace(learned, teachers=taught.teacher_of_row, teacher_logprobs=taught.logprobs)
-        learned = replace(learned, divergences=taught.divergence if in_loss else None)
+        seen = None if taught.agreement is None else taught.divergence
+        learned = replace(learned, teachers=taught.teacher_of_row, teacher_logprobs=taught.logprobs, divergences=seen)
     if trained.policy is None or settings is None or settings.token_samples_per_step == 0:
         return learned
     kept = first_groups(first_groups(sampled.groups, settings.samples_per_step), settings.token_samples_per_step)

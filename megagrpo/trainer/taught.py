@@ -68,7 +68,7 @@ def teacher_metrics(taught: Taught | None, groups: Sequence[Group]) -> dict[str,
     of_token = sources[taught.divergence.row_of_token]
     for source in sorted(set(sources)) if len(set(sources)) > 1 else ():
         if (its := known & (of_token == source)).any():
-            metrics[f"teacher/divergence/{source}"] = float(values[its].mean())
+            metrics[f"teacher/{source}/divergence"] = float(values[its].mean())
     return metrics
 
 

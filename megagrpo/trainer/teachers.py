@@ -55,7 +55,7 @@ class ExternalTeacher:
         self._endpoint = HttpEndpoint(config.url, api_key, 0, **asked_of_teachers(recipe, kind))
 
     async def score(self, tokens: np.ndarray, first: int, timeout_seconds: float) -> Reply:
-        return await scored(self._endpoint, self._scores, tokens, first, self._ids, timeout_seconds)
+        return await scored(self._endpoint.post, self._scores, tokens, first, self._ids, timeout_seconds)
 
     async def close(self) -> None:
         await self._endpoint.close()

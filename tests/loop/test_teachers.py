@@ -195,7 +195,7 @@ def test_a_run_with_teachers_on_its_ranks_continues_and_is_replayed_with_the_sam
     directory = tmp_path / "taught"
     whole = small_run.metrics(directory)
     for step in (1, 4):
-        assert 0 < whole[step]["teacher/divergence/others"] < whole[step]["teacher/divergence/sums"]
+        assert 0 < whole[step]["teacher/others/divergence"] < whole[step]["teacher/sums/divergence"]
 
     shutil.rmtree(directory / "checkpoints" / "step_000004")
     printed = small_run.train(directory, "--step", "4", command="replay", environment=ray)

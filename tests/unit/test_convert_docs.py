@@ -6,6 +6,7 @@ import re
 import runpy
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from megagrpo.checkpoint.store import CheckpointStore, describe
 from megagrpo.checkpoint.torch_dist import TorchFile, write_metadata
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.convert.targets import to_megatron
+from megagrpo.errors import EXIT_USER_ERROR
 from megagrpo.weights.boxes import Storage
-from tests.safetensors_files import assert_same_files, saved, write_peft
+from tests.safetensors_files import assert_same_files, assert_same_tensors, saved, write_peft
 from tests.tiny_models import make_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -36,7 +38,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     run = to_megatron(with_value(make_model("qwen2", tmp_path / "other"), 0.06298828125), tmp_path / "megatron-lm-run")
     (run.directory / "hugging_face").rename(tmp_path / "not_there")
     runs = tmp_path / "runs"
-    save_training(runs / "my_run" / "checkpoints", saved(model), {"model": {"path": str(model)}})
+    average = {"reference." + name: tensor / 2 for name, tensor in saved(model).items()}
+    save_training(runs / "my_run" / "checkpoints", saved(model), {"model": {"path": str(model)}}, average)
     adapter = saved(write_peft(tmp_path / "adapter", model))
     lora = {"model": {"path": str(model)}, "train": {"lora": {"rank": 4, "alpha": 8.0}}}
     save_training(runs / "my_lora_run" / "checkpoints", adapter, lora)
@@ -50,11 +53,13 @@ def with_value(model: Path, value: float) -> Path:
     return model
 
 
-def save_training(directory: Path, tensors: dict[str, torch.Tensor], recipe: dict[str, Any]) -> None:
-    """A training checkpoint with these weights."""
+def save_training(
+    directory: Path, tensors: dict[str, torch.Tensor], recipe: dict[str, Any], more: Mapping[str, torch.Tensor] = {}
+) -> None:
+    """A training checkpoint with these weights, and more tensors by their keys."""
     store = CheckpointStore(directory, keep_last=1)
     ranks = store.begin(3)
-    stored = {f"param.{name}": tensor for name, tensor in tensors.items()}
+    stored = {f"param.{name}": tensor for name, tensor in tensors.items()} | dict(more)
     with TorchFile(ranks / "__0_0.distcp") as file:
         written = [file.add(key, (0,) * tensor.dim(), tensor.clone()) for key, tensor in stored.items()]
     write_metadata(ranks, {key: Storage(key, tuple(t.shape), "float32") for key, t in stored.items()}, written)
@@ -72,10 +77,26 @@ def test_the_page_does_what_it_says(place: Path, capfd: pytest.CaptureFixture[st
             assert shown in said.out
             assert "\x1b" not in said.err  # no bar without a terminal
             ran += 1
-    assert ran == 8
+    assert ran == 9
     assert_same_files(place / "model", place / "model-again")
     assert_same_files(place / "merged", place / "merged-from-run")
     assert_same_files(place / "model", place / "best")
+    halves = {name: tensor / 2 for name, tensor in saved(place / "model").items()}
+    assert_same_tensors(saved(place / "average"), halves)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "megatron-to-hf --source runs/my_lora_run/checkpoints",  # adapters, which merge-lora reads
+        "merge-lora --adapter runs/my_lora_run/checkpoints --source model",  # no average
+        "merge-lora --adapter adapter --source model",  # no training checkpoint
+        "megatron-to-hf --source model",
+    ],
+)
+def test_a_reference_that_is_not_there_is_refused(command: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["convert", *command.split(), "--reference", "--output", "out"]) == EXIT_USER_ERROR
+    assert not (place / "out").exists()
 
 
 def test_the_scripts_are_the_commands(

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +17,7 @@ from benchmarks.logits_memory import peak_bytes
 from megagrpo.algorithm.distillation import divergence_of_top
 from megagrpo.megatron.divergence_head import HeadScale, top_logprobs, vocabulary_divergence
 from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
+from tests.fused_kernels import moved_and_errors
 
 PLAIN = HeadScale()
 DIVERGENCES = "forward_kl", "reverse_kl", "jsd"
@@ -328,12 +325,7 @@ print(json.dumps([moved, errors]))
 @pytest.mark.long
 def test_fused_the_logits_of_both_models_are_read_once_between_products() -> None:
     """Compiled for CPUs by the compiler that fuses for GPUs. Several labels of a token compile, too."""
-    environment = os.environ | {"TORCHDYNAMO_DISABLE": "0", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", FUSED], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    moved, errors = json.loads(ran.stdout.splitlines()[-1])
+    moved, errors = moved_and_errors(FUSED)
     # Two logits; two logits and a bfloat16 gradient.
     assert moved == pytest.approx([8, 8, 8, 10, 10], rel=0.05)
     assert max(errors) < 1e-2  # of bfloat16

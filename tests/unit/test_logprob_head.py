@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.megatron import heads
 from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
+from tests.fused_kernels import moved_and_errors
 
 TOKENS, HIDDEN, VOCAB = 64, 4, 2048
 
@@ -80,12 +77,7 @@ print(json.dumps([moved, errors]))
 @pytest.mark.long
 def test_fused_the_head_reads_and_writes_each_logit_once_between_products() -> None:
     """Compiled for CPUs by the compiler that fuses for GPUs, which counts the bytes of its kernels."""
-    environment = os.environ | {"TORCHDYNAMO_DISABLE": "0", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", FUSED], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    moved, errors = json.loads(ran.stdout.splitlines()[-1])
+    moved, errors = moved_and_errors(FUSED)
     # Logits; logits and bfloat16 gradients. A cap moves no more.
     assert moved == pytest.approx([4, 6] * 2, rel=0.05)
     assert max(errors) < 1e-2  # of bfloat16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from megagrpo.algorithm.advantage_method import Advantages
 from megagrpo.algorithm.distillation import DistillationConfig
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
 from megagrpo.errors import TeacherError
-from megagrpo.track.metrics import undocumented
+from megagrpo.track.metrics import documented, undocumented
 from megagrpo.trainer.schedule import Live, grpo_step
 from megagrpo.trainer.step import load, sample, train_sequences
 from megagrpo.trainer.taught import Taught, taught_of, teacher_metrics
@@ -70,11 +71,16 @@ def test_metrics_are_means_over_tokens_with_a_teacher_also_by_source() -> None:
             "teacher/tokens_share": 0.75,
             "teacher/divergence": 0.3,
             "teacher/agreement": 2 / 3,
-            "teacher/divergence/code": 0.3,
-            "teacher/divergence/math": 0.3,
+            "teacher/code/divergence": 0.3,
+            "teacher/math/divergence": 0.3,
         }
     )
     assert not undocumented(found)
+
+
+def test_a_teacher_and_a_data_source_may_have_one_name() -> None:
+    names = [metric.name for metric in documented() if metric.name.startswith("teacher/")]
+    assert len({re.sub("{.*}", "divergence", name) for name in names}) == len(names)
 
 
 def test_sequences_have_their_teachers_and_what_these_said() -> None:
@@ -183,24 +189,27 @@ def test_a_response_whose_teacher_failed_is_not_trained_on() -> None:
     assert len(run.policy.rows) == 12
 
 
-@pytest.mark.parametrize("credit", ["outcome", "turn"])
+@pytest.mark.parametrize("credit", ["outcome", "turn_groups"])
 def test_groups_without_signal_and_teacher_are_left_out_where_ranks_advise(credit: str) -> None:
-    """Scores of the first prompt alone differ; the second alone has a teacher, who adds to its tokens' advantages."""
+    """Scores of every second prompt differ; the teacher of x adds to its tokens' advantages."""
     run = make_run(
         ONLY,
         "algorithm.distillation={by_source: {x: a}}",
         f"algorithm.credit.name={credit}",
-        "rollout.prompts_per_step=3",
-        scores=lambda prompt: [1.0 if prompt == 0 else 0.0, 0.0, 0.0, 0.0],
+        "rollout.prompts_per_step=8",
+        scores=lambda prompt: [float(prompt % 2), 0.0, 0.0, 0.0],
     )
     run.policy.by_token = lambda method, lengths, absent=0.0: ragged_zeros(lengths, np.float32)
     sampled = sample(run, 1)
+    differ = [group.scores[0].value == 1.0 for group in sampled.groups]
+    asked = differ.index(False)
     groups = [
-        replace(group, prompt=replace(group.prompt, data_source="x" if at == 1 else "y"))
+        replace(group, prompt=replace(group.prompt, data_source="x" if at == asked else "y"))
         for at, group in enumerate(sampled.groups)
     ]
     trained = load(run, replace(sampled, groups=groups), 1, 0.0)
-    assert trained.rows.tolist() == [True] * 8 + [False] * 4
+    assert 0 < sum(differ) < 7
+    assert trained.rows.tolist() == [differs or at == asked for at, differs in enumerate(differ) for _ in range(4)]
     assert trained.advantages.of_tokens is not None
-    tokens = np.repeat(np.arange(12), trained.advantages.of_tokens.lengths)
-    assert (trained.advantages.of_tokens.values[(tokens >= 4) & (tokens < 8)] == 1.0).all()  # log q 0 - log p -1
+    rows = trained.advantages.of_tokens.row_of_token
+    assert (trained.advantages.of_tokens.values[rows // 4 == asked] == 1.0).all()  # log q, 0, less log p, -1

@@ -44,11 +44,11 @@ def _unused_teachers(recipe: Recipe) -> Iterator[dict[str, object]]:
             yield {"name": name}
 
 
-def _asked_teachers(recipe: Recipe) -> Iterator[dict[str, object]]:
+def _asked_teachers(recipe: Recipe) -> Iterator[dict[str, Any]]:
     """Yields the teachers that answer requests, if the recipe has distillation."""
     distillation = recipe.algorithm.distillation
-    for name, teacher in recipe.teachers.items() if distillation else ():
-        if not teacher.on_ranks and distillation:
+    for name, teacher in recipe.teachers.items():
+        if distillation and not teacher.on_ranks:
             yield {"name": name, "teacher": teacher, "objective": distillation.objective}
 
 
@@ -56,29 +56,21 @@ TEACHER_RULES: Rules[Recipe] = {
     "distillation_without_teachers": lambda r: r.algorithm.distillation is not None and not r.teachers,
     "teachers_without_distillation": lambda r: r.teachers and r.algorithm.distillation is None,
     "teachers_of_no_row": lambda r: (
-        (distillation := r.algorithm.distillation) is not None
-        and len(r.teachers) > 1
-        and not distillation.by_source
-        and distillation.column is None
+        (taught := r.algorithm.distillation) and len(r.teachers) > 1 and not (taught.by_source or taught.column)
     ),
     "teacher_of_a_source": _unknown_teachers,
     "teacher_of_no_source": _unused_teachers,
-    "objective_on_ranks": lambda r: (at for at in _asked_teachers(r) if at["objective"].on_ranks),  # type: ignore[attr-defined]
+    "objective_on_ranks": lambda r: (at for at in _asked_teachers(r) if at["objective"].on_ranks),
     "temperature_of_asked_teachers": lambda r: (at for at in _asked_teachers(r) if r.rollout.temperature != 1),
     "kept_sets_of_asked_teachers": lambda r: (
         at | {"field": field}
         for at in _asked_teachers(r)
         for field in r.rollout.narrowing
-        if at["objective"].name == "sampled_token"  # type: ignore[attr-defined]
+        if at["objective"].name == "sampled_token"
     ),
-    "teachers_system_with_agent": lambda r: (
-        (distillation := r.algorithm.distillation) is not None and distillation.system is not None and r.agent
-    ),
+    "teachers_system_with_agent": lambda r: r.agent and r.taught_tokens_max > r.sequence_tokens_max,
     "teachers_system_over_context_ranks": lambda r: (
-        (distillation := r.algorithm.distillation) is not None
-        and distillation.system is not None
-        and r.teachers_on_ranks
-        and r.train.layout.context > 1
+        r.teachers_on_ranks and r.train.layout.context > 1 and r.taught_tokens_max > r.sequence_tokens_max
     ),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -11,7 +10,7 @@ from pydantic import Field
 from megagrpo.errors import Problem
 from megagrpo.recipe.schema.rollout import SglangConfig, VllmConfig, settings_of_others
 from megagrpo.rollout.kinds import ENGINES
-from megagrpo.section import ByName, Count, Number, PositiveFloat, Rules, Seconds, Section, Tokens
+from megagrpo.section import ByName, Count, Number, PositiveFloat, Rules, Seconds, Section, Tokens, entry_of
 
 if TYPE_CHECKING:
     JudgesEngine = str
@@ -187,11 +186,8 @@ class RewardConfig(Section):
 
     def list_of(self, data_source: str) -> str | None:
         """Returns the field whose functions score rows of this data source; None if there is none."""
-        if data_source in self.by_source:
-            return f"reward.by_source.{data_source}"
-        for pattern in self.by_source:
-            if fnmatchcase(data_source, pattern):
-                return f"reward.by_source.{pattern}"
+        if (entry := entry_of(data_source, self.by_source)) is not None:
+            return f"reward.by_source.{entry}"
         return "reward.functions" if self.functions else None
 
     def source_problem(self, data_source: str, where: str) -> Problem | None:
