@@ -30,6 +30,7 @@ from megagrpo.megatron.model import build_chunks, named_tensors, read_tokens, un
 from megagrpo.megatron.offload import HostMemory
 from megagrpo.megatron.state import parameters_of
 from megagrpo.megatron.trained_model import TrainedModel
+from megagrpo.recipe.defaults import frozen_config
 from megagrpo.recipe.schema import Recipe, TrainConfig
 from megagrpo.weights.boxes import Box, Manifest, Placement, Storage
 from megagrpo.weights.families import read_architecture
@@ -81,6 +82,7 @@ class RanksTeacher:
     ) -> None:
         """Builds this rank's part and loads it. Collective over all ranks. Raises ModelError or RecipeError."""
         self.architecture, self._directory = read_architecture(directory), directory
+        train = frozen_config(train, self.architecture)
         layout = train.layout.parallel()
         config = transformer_config(self.architecture, train, dtype, device)
         side = TE_SPEC if config.transformer_impl == "transformer_engine" else LOCAL_SPEC

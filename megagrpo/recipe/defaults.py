@@ -39,6 +39,13 @@ def train_config(recipe: AnyRecipe) -> TrainConfig:
     return train.model_copy(update={"megatron": {**train.megatron, "deterministic_mode": True}})
 
 
+def frozen_config(train: TrainConfig, arch: Architecture) -> TrainConfig:
+    """Returns the settings of a model that is not trained, in the policy's layout. Experts' sizes are 1 without any."""
+    alone = {} if arch.experts else {"expert": 1, "expert_tensor": None}
+    changes = {"lora": None, "recompute": "none", "layout": train.layout.model_copy(update=alone)}
+    return train.model_copy(update=changes | {"optimizer": train.optimizer.model_copy(update={"kind": "adam"})})
+
+
 def replayed_routes(recipe: Recipe, arch: Architecture) -> RouteSizes | None:
     """Returns the sizes of the routes that engines send and training ranks replay; None if they do not."""
     return arch.route_sizes if replays_routes(recipe) else None

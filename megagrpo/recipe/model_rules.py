@@ -9,7 +9,7 @@ from itertools import product
 
 from megagrpo.errors import Problem, listed
 from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk, stage_problems
-from megagrpo.recipe.defaults import replayed_routes
+from megagrpo.recipe.defaults import frozen_config, replayed_routes
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe, TrainConfig
 from megagrpo.recipe.schema.eval import EvalConfig
 from megagrpo.recipe.schema.train import ALL_LAYERS
@@ -76,12 +76,7 @@ def critic_problems(recipe: AnyRecipe, critic: Architecture) -> list[Problem]:
 def frozen_problems(recipe: Recipe, teacher: Architecture) -> list[Problem]:
     """Returns the problems with a teacher on the ranks, which has neither adapters, gradients nor routes, and sees no
     evaluations."""
-    frozen = {
-        "lora": None,
-        "recompute": "none",
-        "optimizer": recipe.train.optimizer.model_copy(update={"kind": "adam"}),
-    }
-    changes = {"train": recipe.train.model_copy(update=frozen), "eval": EvalConfig()}
+    changes = {"train": frozen_config(recipe.train, teacher), "eval": EvalConfig()}
     return critic_problems(recipe.model_copy(update=changes), teacher)
 
 
