@@ -206,10 +206,8 @@ class Teachers:
             number = self._numbers[name]
 
             def read(output: Tensor, response: ResponseTokens, number: int = number) -> Tensor:
-                head, where = (
-                    self._head(number, self._temperature),
-                    (response.positions, response.labels, response.kept),
-                )
+                head = self._head(number, self._temperature)
+                where = response.positions, response.labels, response.kept
                 options = vars(head.scale) | {"entropy": False}
                 return kept_logprobs(output, *where, head.weight, shard(self._vocab(number)), **options)[0]
 
@@ -255,10 +253,8 @@ class Teachers:
         if isinstance(objective, TeacherTopKConfig) and len(self._recipe.teachers_on_ranks) < len(self._numbers):
             parts.append(_compared_with_asked(objective, output, response, policy, shard(vocab), entropy))
         divergence = output.new_zeros(len(response.rows), dtype=torch.float32)
-        seen, others = (
-            divergence.new_full((3, len(divergence)), torch.nan),
-            torch.ones_like(divergence, dtype=torch.bool),
-        )
+        seen = divergence.new_full((3, len(divergence)), torch.nan)
+        others = torch.ones_like(divergence, dtype=torch.bool)
         for at, found in parts:
             divergence, others[at] = divergence.index_put((at,), found.divergence), False
             seen[:, at] = torch.stack([found.divergence.detach(), found.agrees.float(), found.of_teacher])
