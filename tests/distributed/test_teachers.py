@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megagrpo.algorithm.distillation import TeacherTopKConfig
-from megagrpo.batching.rank_batches import RankBatch
+from megagrpo.batching.rank_batches import RankBatch, TrainSequence
 from megagrpo.errors import RankError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.divergence_head import HeadScale
@@ -21,7 +21,7 @@ from megagrpo.megatron.heads import VocabularyShard
 from megagrpo.megatron.rank import TrainRank
 from megagrpo.megatron.teacher import Head, Teachers, _compared_at
 from megagrpo.recipe.schema import Recipe
-from megagrpo.types import TeacherTokens
+from megagrpo.types import KeptSets, TeacherTokens
 from megagrpo.weights.families import read_architecture
 from tests.distributed.conftest import CaseOf, Tiny
 from tests.distributed.layouts import ROWS, soak
@@ -220,10 +220,20 @@ def beside_rewards(
     return found
 
 
+def narrowed(sequence: TrainSequence) -> TrainSequence:
+    """The tokens were drawn among six ids at most."""
+    random = np.random.default_rng(sequence.row)
+    sets = [np.unique([token, *random.integers(0, VOCAB, 5)]) for token in sequence.tokens[sequence.loss_mask]]
+    return replace(sequence, kept=KeptSets.of(sets))
+
+
+@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("objective", ["reverse KL", "forward KL", "student's top", "teacher's top"])
-def test_beside_rewards_gradients_are_the_sum_of_both(objective, case, teacher):
-    """Advantages and an entropy bonus, with one product for all but the objective of another temperature."""
+def test_beside_rewards_gradients_are_the_sum_of_both(objective, kept, case, teacher):
+    """Advantages and an entropy bonus. One product serves all, but for kept sets and an objective's own temperature."""
     layout = ParallelLayout(tensor=2)
+    if kept:
+        case = replace(case, sequences=list(map(narrowed, case.sequences)))
     recipes = {
         "both": (recipe_of(layout, OBJECTIVES[objective], entropy=0.3), True),
         "rewards": (recipe_of(layout, {"name": "sampled_token"}, entropy=0.3), True),
