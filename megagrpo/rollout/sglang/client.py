@@ -109,7 +109,7 @@ def scores_body(tokens: Sequence[int], first: int, k: int) -> dict[str, Any]:
         "return_logprob": True,
         "logprob_start_len": first - 1,
         "top_logprobs_num": k,
-        "token_ids_logprob": [max(tokens[first:])],
+        "token_ids_logprob": [max(tokens)],
         **flat,
         "sampling_params": {"max_new_tokens": 0},
     }
@@ -120,7 +120,7 @@ def scores_of(answer: Any, tokens: Sequence[int], first: int, k: int) -> TokenLo
     meta = answer["meta_info"]
     entries = meta["input_token_logprobs"][1:]
     wanted, read = np.asarray(tokens[first:]), np.array([entry[1] for entry in entries])
-    if read.shape == wanted.shape and (shown := (read == 0) & (wanted == max(1, wanted.max()))).any():
+    if read.shape == wanted.shape and (shown := (read == 0) & (wanted == max(1, max(tokens)))).any():
         # SGLang shows the last id of the vocabulary as 0: it was the largest if it has the logprob of that
         given, of_largest = np.array([entry[0] for entry in entries], float), meta["input_token_ids_logprobs"][1:]
         same = np.isclose(given, [at_ids[0][0] for at_ids in of_largest], rtol=0, atol=ROUNDING)
