@@ -30,8 +30,9 @@ from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import ClassifierConfig, EngineLayoutConfig, Recipe
 from megagrpo.recipe.schema.teachers import ServedTeacherConfig
 from megagrpo.reward.executors import Served
+from megagrpo.reward.judging.asked import Reply
 from megagrpo.reward.judging.classifier import Conversation
-from megagrpo.reward.judging.client import CHAT, HttpEndpoint, Reply
+from megagrpo.reward.judging.client import CHAT, HttpEndpoint
 from megagrpo.rollout.engine import Server, ServerSpec
 from megagrpo.rollout.kinds import EngineKind
 from megagrpo.rollout.token_scores import TokenScores

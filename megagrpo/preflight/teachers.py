@@ -83,7 +83,7 @@ def _on_server(recipe: Recipe, name: str, directory: Path) -> Iterator[Problem]:
     if isinstance(teacher, ServedTeacherConfig):
         yield from teacher.settings.engine_kind.model_problems(directory)
     positions = (config.get("text_config") or config).get("max_position_embeddings")
-    if isinstance(positions, int) and positions < recipe.sequence_tokens_max:
+    if isinstance(positions, int) and positions < recipe.taught_tokens_max:
         yield problem("sequence_beyond_a_teacher", recipe=recipe, name=name, positions=positions)
 
 

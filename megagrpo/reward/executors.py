@@ -18,14 +18,16 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from megagrpo.errors import Problem, RewardError
 from megagrpo.reward.functions import Function, FunctionSpec, Outcome, Signature, Task, failure_of, load, outcomes_of
+from megagrpo.reward.judging.asked import AnswerCache, OverBudgetError
 from megagrpo.reward.judging.classifier import ScoringModel, ServedClassifier
-from megagrpo.reward.judging.client import AnswerCache, AskConfig, Endpoint, HttpEndpoint, Judge, OverBudgetError
+from megagrpo.reward.judging.client import AskConfig, Endpoint, HttpEndpoint, Judge
 
 if TYPE_CHECKING:
     from megagrpo.recipe.schema import RewardConfig
 
 CHECK_SECONDS = 0.2
 CLOSE_SECONDS = 10.0
+CACHE_FILE = "judge_cache.sqlite"
 Specs = Mapping[int, FunctionSpec]
 Calls = Sequence[tuple[int, Task]]
 """Calls of functions: the number of the function in the recipe, and its input."""
@@ -213,7 +215,7 @@ class Asking(Executor):
         if not isinstance(config, AskConfig):
             return ScoringModel(cast(ServedClassifier, served))
         if self._cache is None and self._directory is not None:
-            self._cache = AnswerCache(self._directory)
+            self._cache = AnswerCache(self._directory / CACHE_FILE)
         if config.url is not None:
             served = HttpEndpoint(config.url, self._keys[number], config.concurrency)
         return Judge(config, cast(Endpoint, served), self._cache)

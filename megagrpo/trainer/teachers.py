@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -18,26 +18,33 @@ import numpy as np
 from megagrpo.cluster.reward_models import asked_ids, asked_of_teachers, scored
 from megagrpo.errors import EngineError, Problem, TeacherError, brief
 from megagrpo.progress import progress
+from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import Recipe
-from megagrpo.recipe.schema.teachers import AskedTeacher, ExternalTeacherConfig
+from megagrpo.recipe.schema.teachers import AskedTeacher, ExternalTeacherConfig, ServedTeacherConfig
 from megagrpo.reward.executors import waited
-from megagrpo.reward.judging.client import RETRIED, HttpEndpoint, Reply
+from megagrpo.reward.judging.asked import AnswerCache, Asked, OverBudgetError, Reply, Terms, UnansweredError, key_of
+from megagrpo.reward.judging.client import HttpEndpoint
 from megagrpo.rollout.kinds import ENGINES
 from megagrpo.trainer.batches import branches_of
 from megagrpo.types import Group, Prompt, Sample, TeacherTokens
 
-BACKOFF_SECONDS, BACKOFF_SECONDS_MAX = 1.0, 30.0
-"""The wait before the first retry, doubled before each further one, and the longest."""
+BACKOFF_SECONDS = 1.0
+"""The wait before the first retry, doubled before each further one."""
+CACHE_FILE = "teacher_cache.sqlite"
 CLOSE_SECONDS = 5.0
+TOTALS = ("requests", "retries", "cached", "tokens")
 SHOWN_MAX = 300
 """Most characters of a failure in a sample's error; the first failure is reported whole."""
 TRIED = (0, 0)
 """Token ids of a trial request."""
+AskedConfig = ServedTeacherConfig | ExternalTeacherConfig
 T = TypeVar("T")
 
 
 class Teacher(Protocol):
-    """A teacher on a server: of the run (ActorEndpoint), or one that runs already."""
+    """A teacher on a server: of the run (ActorEndpoint), or one that runs already. `identity` names its model."""
+
+    identity: str
 
     async def score(self, tokens: np.ndarray, first: int, timeout_seconds: float) -> Reply:
         """Asks for the logprobs of tokens from `first` on: TeacherTokens as the `answer` of a reply of status 200.
@@ -49,8 +56,8 @@ class Teacher(Protocol):
 class ExternalTeacher:
     """A teacher on a server that runs already. For the event loop in which it is made."""
 
-    def __init__(self, recipe: Recipe, config: ExternalTeacherConfig, api_key: str | None) -> None:
-        kind = ENGINES[config.engine]
+    def __init__(self, recipe: Recipe, config: ExternalTeacherConfig, api_key: str | None, model: str) -> None:
+        kind, self.identity = ENGINES[config.engine], f"{config.url} {model}"
         self._scores, self._ids = kind.token_scores, asked_ids(recipe)
         self._endpoint = HttpEndpoint(config.url, api_key, 0, **asked_of_teachers(recipe, kind))
 
@@ -61,20 +68,33 @@ class ExternalTeacher:
         await self._endpoint.close()
 
 
-@dataclass
-class Count:
-    """Requests to a teacher since the last step's metrics, and their results."""
+class TeacherClient(Asked[tuple[np.ndarray, int], TeacherTokens]):
+    """A teacher that is asked about tokens, from one of them on. Equal questions at one time are one request."""
 
-    requests: int = 0
-    retries: int = 0
-    failed: int = 0
-    """Responses without logprobs in the end."""
-    seconds: float = 0.0
-    """Sum over requests."""
+    def __init__(self, teacher: Teacher, config: AskedConfig, k: int, cache: AnswerCache | None) -> None:
+        waits = config.requests_at_once, config.retries, BACKOFF_SECONDS, config.timeout_seconds
+        super().__init__(Terms(*waits, config.budget.model_dump()), "no logprobs", cache if config.cache else None)
+        self.teacher, self._k = teacher, k
 
-    def metrics(self, name: str) -> dict[str, float]:
-        figures = {**vars(self), "seconds": self.seconds / max(self.requests, 1)}
-        return {f"teacher/{name}/{metric}": float(value) for metric, value in figures.items()}
+    async def logprobs(self, tokens: np.ndarray, first: int) -> TeacherTokens:
+        """Returns the teacher's logprobs of tokens from `first` on. Raises as `answered`."""
+        key = key_of(self.teacher.identity, [self._k, first, tokens.tolist()])
+        return (await self.answered((tokens, first), key))[0]
+
+    async def _send(self, question: tuple[np.ndarray, int], timeout_seconds: float) -> Reply:
+        return await self.teacher.score(*question, timeout_seconds)
+
+    def _read(self, question: tuple[np.ndarray, int], reply: Reply) -> TeacherTokens:
+        self.spent["tokens"] += len(question[0])
+        return reply.answer  # type: ignore[no-any-return]
+
+    def _packed(self, value: TeacherTokens) -> bytes:
+        return b"".join(array.tobytes() for array in (value.logprobs, value.ids, value.ids_logprobs))
+
+    def _unpacked(self, question: tuple[np.ndarray, int], kept: Any) -> TeacherTokens:
+        shape = count, k = len(question[0]) - question[1], self._k
+        logprobs, ids, ids_logprobs = np.split(np.frombuffer(kept, np.float32), [count, count * (1 + k)])
+        return TeacherTokens(logprobs, ids.view(np.int32).reshape(shape), ids_logprobs.reshape(shape))
 
 
 @dataclass(frozen=True)
@@ -84,7 +104,7 @@ class Question:
     group: int
     sample: int
     teacher: str
-    answer: Future[TeacherTokens | str]
+    answer: Future[TeacherTokens | UnansweredError]
 
 
 class Teachers:
@@ -106,9 +126,11 @@ class Teachers:
         self._judged_responses, self._responses, self._asked, self._failed = judged_responses, 0, 0, 0
         self._first_failures: dict[str, str] = {}
         self._configs = {name: one for name, one in recipe.teachers.items() if isinstance(one, AskedTeacher)}
-        self._slots = {name: asyncio.Semaphore(config.requests_at_once) for name, config in self._configs.items()}
-        self._teachers = dict(served)
-        self._counts = {name: Count() for name in self._configs}
+        directory = run_directory(recipe) if any(one.cache for one in self._configs.values()) else None
+        self._cache = AnswerCache(directory / CACHE_FILE) if directory else None
+        self._teachers = {name: self._client(name, teacher) for name, teacher in served.items()}
+        self._left_out: Counter[tuple[str, str]] = Counter()
+        """Responses by teacher and why they have no logprobs."""
 
     def contact(self) -> None:
         """Connects to the teachers that run already, and tries each. Raises TeacherError with those that do not answer
@@ -124,7 +146,8 @@ class Teachers:
         Asks for these while `score` runs. A sample on which its teacher failed has an error for a score.
 
         Raises TeacherError if teachers fail on more than algorithm.distillation.failed_share_max of the responses that
-        they are asked about, judged once there are at least judged_responses.
+        they are asked about, judged once there are at least judged_responses. A sample beyond a teacher's budget is
+        masked, and no failure.
         """
         questions = self._questions(groups)
         try:
@@ -137,14 +160,15 @@ class Teachers:
             for question in questions:
                 question.answer.cancel()
             raise
+        if self._cache is not None:
+            self._cache.write()
         answers = {(one.group, one.sample): (one.teacher, one.answer.result()) for one in questions}
         self._judge(groups, answers)
         return [_with_answers(group, row, answers) for row, group in enumerate(done)]
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the metrics of each teacher since the last call."""
-        counts, self._counts = self._counts, {name: Count() for name in self._configs}
-        return {metric: value for name, count in counts.items() for metric, value in count.metrics(name).items()}
+        """Returns the metrics of each teacher since the last call. Begins new budgets."""
+        return self._start(self._take_metrics()).result() if self._teachers else {}
 
     def close(self) -> None:
         """Cancels all requests, and drops the connections to teachers that run already."""
@@ -172,9 +196,11 @@ class Teachers:
         new = dict[str, str]()
         for (row, _), (name, answer) in answers.items():
             self._asked += 1
-            if isinstance(answer, str):
+            if isinstance(answer, OverBudgetError):
+                self._left_out[name, "over_budget"] += 1
+            elif isinstance(answer, UnansweredError):
                 self._failed += 1
-                self._counts[name].failed += 1
+                self._left_out[name, "failed"] += 1
                 if name not in self._first_failures:
                     self._first_failures[name] = new[name] = f"prompt {groups[row].prompt.id}: {answer}"
         for name, first in new.items():
@@ -203,17 +229,22 @@ class Teachers:
     def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def _answer(self, name: str, prompt: Prompt, sample: Sample) -> TeacherTokens | str:
+    def _client(self, name: str, teacher: Teacher) -> TeacherClient:
+        return TeacherClient(teacher, self._configs[name], asked_ids(self._recipe), self._cache)
+
+    async def _answer(self, name: str, prompt: Prompt, sample: Sample) -> TeacherTokens | UnansweredError:
         """Asks about each sequence of the sample that has sampled tokens, up to the last of them, as teachers read."""
         requests, masks = [], []
         for branch in branches_of(np.array(prompt.taught or prompt.tokens, np.int32), sample):
             if len(trained := np.flatnonzero(branch.trained)):
                 first, end = int(trained[0]), int(trained[-1]) + 1
-                requests.append(self._asked_often(name, branch.tokens[:end], first))
+                requests.append(self._teachers[name].logprobs(branch.tokens[:end], first))
                 masks.append(branch.trained[first:end])
-        parts = await asyncio.gather(*requests)
-        if failures := [part for part in parts if isinstance(part, str)]:
-            return failures[0]
+        parts = await asyncio.gather(*requests, return_exceptions=True)
+        if errors := [part for part in parts if isinstance(part, BaseException)]:
+            if isinstance(errors[0], UnansweredError):
+                return errors[0]
+            raise errors[0]
         of_sample = [
             (part.logprobs[mask], part.ids[mask], part.ids_logprobs[mask])
             for part, mask in zip(parts, masks, strict=True)
@@ -221,33 +252,14 @@ class Teachers:
         ]
         return TeacherTokens(*map(np.concatenate, zip(*of_sample, strict=True)))
 
-    async def _asked_often(self, name: str, tokens: np.ndarray, first: int) -> TeacherTokens | str:
-        """Asks until there is an answer, or one that no retry changes, or no retry is left."""
-        config, failure = self._configs[name], ""
-        for attempt in range(config.retries + 1):
-            if attempt:
-                self._counts[name].retries += 1
-                await asyncio.sleep(min(BACKOFF_SECONDS * 2 ** (attempt - 1), BACKOFF_SECONDS_MAX))
-            async with self._slots[name]:
-                reply = await self._reply(name, tokens, first)
-            if isinstance(reply.answer, TeacherTokens):
-                return reply.answer
-            failure = failure_of(reply)
-            if reply.status not in RETRIED:
-                break
-        return f"{failure} ({attempt + 1} times)" if attempt else failure
-
-    async def _reply(self, name: str, tokens: np.ndarray, first: int) -> Reply:
-        begin, limit = time.monotonic(), self._configs[name].timeout_seconds
-        try:
-            return await self._teachers[name].score(tokens, first, limit)
-        except TimeoutError:
-            return Reply(0, text=f"no answer in {limit:g} s")
-        except OSError as error:
-            return Reply(0, text=f"{type(error).__name__}: {error}")
-        finally:
-            self._counts[name].requests += 1
-            self._counts[name].seconds += time.monotonic() - begin
+    async def _take_metrics(self) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        left_out, self._left_out = self._left_out, Counter()
+        for name, teacher in self._teachers.items():
+            of_responses = {why: left_out[name, why] for why in ("failed", "over_budget")}
+            of_step = dict.fromkeys(TOTALS, 0.0) | teacher.new_step() | of_responses
+            metrics |= {f"teacher/{name}/{metric}": float(value) for metric, value in of_step.items()}
+        return metrics
 
     async def _contact(self, name: str, config: ExternalTeacherConfig) -> Problem | None:
         where, variable = f"teachers.{name}", config.api_key_variable
@@ -255,15 +267,19 @@ class Teachers:
         if variable and not key:
             given, fix = f"{variable}, which is not set", f"export {variable}=..."
             return Problem(f"{where}.api_key_variable", given, "the API key", fix)
-        self._teachers[name] = ExternalTeacher(self._recipe, config, key)
         try:
-            model = await asyncio.to_thread(ENGINES[config.engine].served_model, config.url, key or "")
-            reply = await self._reply(name, np.array(TRIED, np.int32), 1)
-            failure = "" if isinstance(reply.answer, TeacherTokens) else failure_of(reply)
+            served = await asyncio.to_thread(ENGINES[config.engine].served_model, config.url, key or "")
+            model = served.get("model_path", "a model")
+            teacher = ExternalTeacher(self._recipe, config, key, model)
+            self._teachers[name] = self._client(name, teacher)
+            reply = await self._teachers[name].reply((np.array(TRIED, np.int32), 1))
+            failure = "" if reply.status == 200 else reply.failure
         except EngineError as error:
-            model, failure = {}, error.problems[0].given
+            failure = error.problems[0].given
+        except OverBudgetError as error:
+            failure = str(error)
         if not failure:
-            self._say(f"teacher {name}: {model.get('model_path', 'a model')} at {config.url} ({config.engine})")
+            self._say(f"teacher {name}: {model} at {config.url} ({config.engine})")
             return None
         needed = f"an answer of a {config.engine} server with the logprobs of a prompt's token ids"
         most = max(1, asked_ids(self._recipe))
@@ -273,8 +289,10 @@ class Teachers:
     async def _close(self) -> None:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
-        for teacher in self._teachers.values():
-            await teacher.close()
+        for client in self._teachers.values():
+            await client.teacher.close()
+        if self._cache is not None:
+            self._cache.close()
 
 
 def teacher_of(recipe: Recipe, prompt: Prompt) -> str | None:
@@ -289,12 +307,9 @@ def teacher_of(recipe: Recipe, prompt: Prompt) -> str | None:
     return name
 
 
-def failure_of(reply: Reply) -> str:
-    """Returns why a reply has no logprobs."""
-    return f"HTTP {reply.status}: {reply.text}" if reply.status else reply.text
-
-
-def _with_answers(group: Group, row: int, answers: Mapping[tuple[int, int], tuple[str, TeacherTokens | str]]) -> Group:
+def _with_answers(
+    group: Group, row: int, answers: Mapping[tuple[int, int], tuple[str, TeacherTokens | UnansweredError]]
+) -> Group:
     """Returns the scored group with the answers about its samples."""
     samples, scores = list(group.samples), list(group.scores)
     for member in range(len(samples)):
@@ -302,6 +317,7 @@ def _with_answers(group: Group, row: int, answers: Mapping[tuple[int, int], tupl
         if isinstance(answer, TeacherTokens):
             samples[member] = replace(samples[member], teacher=answer)
         elif answer is not None and scores[member].value is not None:
-            error = f"teacher {name}: {answer[:SHOWN_MAX]}"
-            scores[member] = replace(scores[member], value=None, counted=(), error=error)
+            why = f"teacher {name}: {answer}"[:SHOWN_MAX]
+            masked, error = (why, "") if isinstance(answer, OverBudgetError) else ("", why)
+            scores[member] = replace(scores[member], value=None, counted=(), masked=masked, error=error)
     return replace(group, samples=tuple(samples), scores=tuple(scores))

@@ -1,6 +1,7 @@
 """Real servers tell the logprobs of given tokens, as a teacher's does, and of its own most likely ids."""
 
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from typing import Any
@@ -49,3 +50,10 @@ def test_logprobs_of_given_tokens_are_those_of_transformers(served: Served, sequ
         at_ids = expected.gather(1, torch.from_numpy(found.ids).long()).numpy()
         assert np.abs(found.ids_logprobs - at_ids).max() < 1e-5
         assert np.abs(found.ids_logprobs - expected.topk(k).values.numpy()).max() < 1e-5
+
+
+@pytest.mark.parametrize("served", EACH, indirect=True)
+def test_a_token_beyond_the_vocabulary_is_refused_and_harms_nothing(served: Served) -> None:
+    with pytest.raises(urllib.error.HTTPError):
+        asked(served, [5, 6, LAST + 1], 1, 0)
+    assert asked(served, [5, 6], 1, 0).logprobs.shape == (1,)

@@ -122,7 +122,7 @@ def check_run(directory: Path, model: Path, steps: int, k: int) -> int:
     number of those that are masked."""
     masked = 0
     logged = [small_run.metrics(directory)[step] for step in range(1, steps + 1)]
-    assert sum(one["teacher/big/requests"] for one in logged) >= 16 * steps
+    assert sum(one["teacher/big/requests"] + one["teacher/big/cached"] for one in logged) >= 16 * steps
     for step in range(1, steps + 1):
         groups = read_batch(directory, step).sampled.all
         for group in groups:

@@ -10,7 +10,7 @@ import pytest
 from megagrpo.cluster import reward_models
 from megagrpo.cluster.reward_models import ServerActor
 from megagrpo.errors import EngineError, Problem
-from megagrpo.reward.judging.client import Reply
+from megagrpo.reward.judging.asked import Reply
 
 ENDED = EngineError(Problem("reward model grader: the server has ended"))
 

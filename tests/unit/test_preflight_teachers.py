@@ -127,6 +127,14 @@ def test_a_teacher_in_the_policys_layout_has_sizes_that_divide_it_and_room_for_i
     assert "given: max_position_embeddings of 24" in fault
 
 
+def test_a_teachers_system_message_is_part_of_its_sequence(run: Path) -> None:
+    replaced(run, max_position_embeddings=(longest := load(run).recipe.sequence_tokens_max))
+    assert checked(run, SERVED, plan_only=True)
+    system = "algorithm.distillation={system: Add., system_tokens_max: 8}"
+    (fault,) = refused(run, SERVED, system, plan_only=True)
+    assert f"needed: at least {longest + 8}" in fault
+
+
 def test_adapters_and_recomputed_modules_are_the_policys_alone(run: Path) -> None:
     replaced(run, **EXPERTS)
     assert checked(run, RANKS, "train.lora={rank: 20}", "train.recompute={modules: [mlp]}")

@@ -15,7 +15,7 @@ import pytest
 from megagrpo.errors import RewardError
 from megagrpo.recipe import schema
 from megagrpo.reward.functions import static_problems
-from megagrpo.reward.judging.client import AnswerCache, key_of
+from megagrpo.reward.judging.asked import AnswerCache, key_of
 from megagrpo.reward.scorer import Scorer
 from megagrpo.track.metrics import undocumented
 from megagrpo.trainer.step_metrics import rollout_metrics
@@ -286,8 +286,8 @@ def test_several_processes_keep_answers_in_one_file(tmp_path):
     writes = """
 import sys
 from pathlib import Path
-from megagrpo.reward.judging.client import AnswerCache, key_of
-cache = AnswerCache(Path(sys.argv[1]))
+from megagrpo.reward.judging.asked import AnswerCache, key_of
+cache = AnswerCache(Path(sys.argv[1]) / "kept.sqlite")
 for number in range(100):
     cache.put(key_of(sys.argv[2], {"number": number}), sys.argv[2] * 1000)
     if number % 10 == 0:
@@ -296,7 +296,7 @@ cache.close()
 """
     started = [subprocess.Popen([sys.executable, "-c", writes, str(tmp_path), name]) for name in "ab"]
     assert [process.wait(100) for process in started] == [0, 0]
-    cache = AnswerCache(tmp_path)
+    cache = AnswerCache(tmp_path / "kept.sqlite")
     for name in "ab":
         assert {cache.get(key_of(name, {"number": number})) for number in range(100)} == {name * 1000}
     cache.close()

@@ -26,7 +26,9 @@ def sglang(k: int) -> dict[str, Any]:
         "input_top_logprobs_idx_flat_b64": base64.b64encode(np.array(IDS, np.int32).tobytes()).decode(),
         "input_top_logprobs_val_flat_b64": base64.b64encode(np.array(IDS_LOGPROBS, np.float32).tobytes()).decode(),
     }
-    return {"output_ids": [], "meta_info": {"input_token_logprobs": entries, **(likely if k else {})}}
+    of_largest = [None, *([[p, 130, None]] for p in (-7.0, -8.0, LOGPROBS[2]))]
+    read = {"input_token_logprobs": entries, "input_token_ids_logprobs": of_largest}
+    return {"output_ids": [], "meta_info": {**read, **(likely if k else {})}}
 
 
 def vllm(k: int) -> dict[str, Any]:
@@ -75,6 +77,7 @@ OF_SGLANG, OF_VLLM = ("meta_info", "input_token_logprobs"), ("choices", 0, "prom
     [
         ("sglang", (*OF_SGLANG, 1), [-2.0, 8, None], "token 8 in the place of 9, token 2"),
         ("sglang", (*OF_SGLANG, 1), [-2.0, 0, None], "token 0 in the place of 9"),
+        ("sglang", (*OF_SGLANG, 3, 0), -4.5, "token 0 in the place of 130"),
         ("sglang", (*OF_SGLANG, 1, 0), None, "nan as the logprob of a token"),
         ("sglang", (*OF_SGLANG, 1, 0), 0.5, "0.5 as the logprob of a token"),
         ("sglang", (*OF_SGLANG, 1, 0), "x", "ValueError"),

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from megagrpo.errors import RewardError, TeacherError
+from megagrpo.reward.judging.asked import Reply
+from megagrpo.track.metrics import undocumented
 from megagrpo.trainer import teachers as module
 from megagrpo.trainer.teachers import Teachers
-from megagrpo.types import AgentRun, Branch, Group, Prompt, Sample, Score
+from megagrpo.types import AgentRun, Branch, Group, Prompt, Sample, Score, TeacherTokens
 from tests.teacher_server import TeacherServer, teacher_server
 from tests.tiny_run import recipe_with
 
@@ -50,10 +57,12 @@ def server() -> Iterator[TeacherServer]:
 
 
 @contextmanager
-def asking(server: TeacherServer, *overrides: str, contact: bool = True, **options: Any) -> Iterator[Teachers]:
+def asking(
+    server: TeacherServer, *overrides: str, contact: bool = True, served: Any = MappingProxyType({}), **options: Any
+) -> Iterator[Teachers]:
     given = {"kind": "external", "url": server.url, "tokenizer": "unused", "retries": 2}
     teachers = Teachers(
-        recipe_with(f"teachers.big={json.dumps(given)}", "algorithm.distillation={}", *overrides), {}, **options
+        recipe_with(f"teachers.big={json.dumps(given)}", "algorithm.distillation={}", *overrides), served, **options
     )
     try:
         if contact:
@@ -84,6 +93,8 @@ def test_each_sample_gets_the_logprobs_of_its_own_tokens(server: TeacherServer) 
         assert metrics["teacher/big/requests"] == 3
         assert metrics["teacher/big/retries"] == metrics["teacher/big/failed"] == 0
         assert metrics["teacher/big/seconds"] > 0
+        assert metrics["teacher/big/tokens"] == 5 + 3 + 4
+        assert not undocumented(metrics)
         assert set(teachers.take_metrics().values()) == {0.0}
 
 
@@ -138,7 +149,7 @@ def test_teachers_answer_while_rewards_score_and_not_more_at_once_than_allowed(s
 
     server.hold = lambda number: answered.set() if number == 7 else answered.wait(0.01)
     with asking(server, "teachers.big.requests_at_once=2") as teachers:
-        (found,) = teachers.beside([group(*(sample(i) for i in range(8)))], score)
+        (found,) = teachers.beside([group(*(sample(i, (i,)) for i in range(8)))], score)
     assert all(one.teacher for one in found.samples)
     assert server.most_at_once == 2
 
@@ -153,8 +164,7 @@ def test_no_teacher_is_waited_for_when_rewards_fail_or_the_run_is_told_to_stop(s
     def fail(groups: Sequence[Group]) -> list[Group]:
         raise RewardError([])
 
-    with asking(server, contact=False, check=stop) as teachers:
-        teachers._teachers["big"] = Slow()
+    with asking(server, contact=False, served={"big": Slow()}, check=stop) as teachers:
         with pytest.raises(KeyboardInterrupt):
             teachers.beside([group(sample(0))], scores)
         with pytest.raises(RewardError):
@@ -164,6 +174,8 @@ def test_no_teacher_is_waited_for_when_rewards_fail_or_the_run_is_told_to_stop(s
 
 class Slow:
     """A teacher that never answers."""
+
+    identity = "slow"
 
     async def score(self, *given: Any) -> Any:
         await asyncio.Event().wait()
@@ -208,7 +220,7 @@ def test_a_sample_on_which_its_teacher_fails_in_the_end_is_masked_and_counted(
     assert (score.value, score.parts, score.counted) == (None, {"math": 1.0}, ())
     assert score.error.startswith("teacher big: ")
     assert why in score.error
-    assert score.error.endswith("(3 times)")
+    assert "(3 times): " in score.error
     assert (logprobs(found.samples[1]), found.scores[1].value) == ([-7 / 8], 1.0)
     assert (metrics["teacher/big/requests"], metrics["teacher/big/retries"], metrics["teacher/big/failed"]) == (4, 2, 1)
     assert (
@@ -221,7 +233,7 @@ def test_a_refused_request_is_not_sent_again(server: TeacherServer) -> None:
     with asking(server, "algorithm.distillation.failed_share_max=1") as teachers:
         server.fault = lambda number: (400, {"error": "too long"})
         (found,) = teachers.beside([group(sample(0))], scores)
-    assert found.scores[0].error == 'teacher big: HTTP 400: {"error": "too long"}'
+    assert found.scores[0].error == 'teacher big: no logprobs: HTTP 400: {"error": "too long"}'
     assert len(server.bodies) == 1
 
 
@@ -232,7 +244,7 @@ def test_a_teacher_that_is_late_or_gone_masks_its_samples(server: TeacherServer)
         server.hold = lambda number: end.wait(60)
         (found,) = teachers.beside([group(sample(0))], scores)
         end.set()
-        assert found.scores[0].error == "teacher big: no answer in 0.2 s (2 times)"
+        assert found.scores[0].error == "teacher big: no logprobs (2 times): no answer in 0.2 s"
     with teacher_server() as gone, asking(gone, *options) as teachers:
         pass
     with asking(gone, *options, contact=False) as teachers, pytest.raises(TeacherError) as caught:
@@ -241,6 +253,26 @@ def test_a_teacher_that_is_late_or_gone_masks_its_samples(server: TeacherServer)
     assert problem.where == "teachers.big.url"
     assert "refused" in problem.given
     assert gone.url in problem.given
+
+
+def test_a_server_that_is_paused_or_killed_masks_its_samples_until_it_goes_on() -> None:
+    serves = "with teacher_server() as server:\n    print(server.url, flush=True)\n    input()"
+    command = [sys.executable, "-c", f"from tests.teacher_server import teacher_server\n{serves}"]
+    options = "teachers.big.timeout_seconds=0.5", "teachers.big.retries=1", "algorithm.distillation.failed_share_max=1"
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        with asking(TeacherServer(process.stdout.readline().strip()), *options) as teachers:
+            for sent, answered in ((signal.SIGSTOP, False), (signal.SIGCONT, True), (signal.SIGKILL, False)):
+                process.send_signal(sent)
+                (found,) = teachers.beside([group(sample(0), sample(1, (7,)))], scores)
+                assert [bool(one.teacher) for one in found.samples] == [answered] * 2
+                assert [(one.value, bool(one.error)) for one in found.scores] == [
+                    (1.0 if answered else None, not answered)
+                ] * 2
+                metrics = teachers.take_metrics()
+                assert (metrics["teacher/big/retries"], metrics["teacher/big/failed"]) == (
+                    (0, 0) if answered else (2, 2)
+                )
 
 
 @pytest.mark.parametrize(("judged", "failing", "ends"), [(1, 2, False), (1, 3, True), (8, 4, False), (8, 5, True)])
@@ -263,7 +295,7 @@ def test_a_run_ends_if_teachers_fail_on_too_large_a_share(
     assert problem.given.startswith(
         f"no logprobs for {failing} of {asked} responses; the first failure of each teacher:"
     )
-    assert "big: prompt p0: HTTP 500" in problem.given
+    assert "big: prompt p0: no logprobs: HTTP 500" in problem.given
     assert problem.needed == "at most a share of 0.5 (algorithm.distillation.failed_share_max)"
 
 
@@ -275,6 +307,81 @@ def test_a_sample_that_has_no_score_keeps_its_reason(server: TeacherServer) -> N
         server.fault = lambda number: (400, {})
         (found,) = teachers.beside([group(sample(0))], none)
     assert found.scores == (Score(None, masked="cut off"),)
+
+
+# --- budgets, and answers that are known ------------------------------------------------------------------------------
+
+
+def test_responses_beyond_a_steps_tokens_are_left_out_and_are_no_failures(server: TeacherServer) -> None:
+    options = (
+        "teachers.big.requests_at_once=1",
+        "teachers.big.budget.tokens=5",
+        "algorithm.distillation.failed_share_max=0.01",
+    )
+    given = [group(*(sample(i, (3 + i,)) for i in range(4)))]
+    with asking(server, *options) as teachers:
+        (found,) = teachers.beside(given, scores)
+        assert [logprobs(one) for one in found.samples] == [[-3 / 8], [-4 / 8], None, None]
+        assert [one.value for one in found.scores] == [1.0, 1.0, None, None]
+        assert [(bool(one.masked), one.error) for one in found.scores] == [(False, "")] * 2 + [(True, "")] * 2
+        metrics = teachers.take_metrics()
+        assert (metrics["teacher/big/over_budget"], metrics["teacher/big/failed"]) == (2, 0)
+        (found,) = teachers.beside([group(sample(0))], scores)  # a new step
+        assert found.samples[0].teacher
+
+
+def test_a_step_waits_for_a_teacher_no_longer_than_its_budget(server: TeacherServer) -> None:
+    end = threading.Event()
+    with asking(server, "teachers.big.budget.seconds=0.3") as teachers:
+        server.hold = lambda number: end.wait(60)
+        found = teachers.beside([group(sample(0), sample(1, (7,)))], scores)[0]
+        end.set()
+        assert [(one.value, bool(one.masked), one.error) for one in found.scores] == [(None, True, "")] * 2
+        metrics = teachers.take_metrics()
+    assert metrics["teacher/big/over_budget"] == 2
+    assert 0.3 <= metrics["teacher/big/seconds"] < 10
+
+
+@dataclass
+class Known:
+    """A teacher in this process, which counts its requests."""
+
+    k: int
+    identity: str = "known"
+    asked: int = 0
+
+    async def score(self, tokens: np.ndarray, first: int, timeout_seconds: float) -> Reply:
+        self.asked += 1
+        await asyncio.sleep(0.01)
+        draws, shape = np.random.default_rng(tokens), (len(tokens) - first, self.k)
+        logprobs, at_ids = (-draws.random(size, np.float32) for size in (shape[0], shape))
+        return Reply(200, TeacherTokens(logprobs, draws.integers(0, 9, shape, np.int32), at_ids))
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_equal_requests_are_sent_once_and_kept_for_a_continued_run(
+    server: TeacherServer, tmp_path: Path, k: int
+) -> None:
+    objective = (
+        f"algorithm.distillation.objective={{name: teacher_top_k, k: {k}}}" if k else "algorithm.distillation={}"
+    )
+    given = [group(sample(0), sample(1), sample(2, (7,)))]
+
+    def asked(teacher: Known, cached: int, *, cache: bool = True) -> list[Any]:
+        overrides = objective, f"teachers.big.cache={json.dumps(cache)}", f"track.directory={tmp_path}"
+        with asking(server, *overrides, contact=False, served={"big": teacher}) as teachers:
+            (found,) = teachers.beside(given, scores)
+            assert teachers.take_metrics()["teacher/big/cached"] == cached
+        told = [one.teacher for one in found.samples if one.teacher]
+        return [array.tolist() for one in told for array in (one.logprobs, one.ids, one.ids_logprobs)]
+
+    first, without, again, other = Known(k), Known(k), Known(k), Known(k, "other")
+    expected = asked(first, 1)
+    assert (asked(without, 1, cache=False), asked(again, 3), asked(other, 1)) == (expected, expected, expected)
+    assert [one.asked for one in (first, without, again, other)] == [2, 2, 0, 2]
 
 
 # --- servers that run already -----------------------------------------------------------------------------------------

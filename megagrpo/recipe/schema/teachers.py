@@ -8,7 +8,17 @@ from pydantic import Field
 
 from megagrpo.recipe.schema.reward import ServedModelConfig
 from megagrpo.recipe.schema.rollout import has_host
-from megagrpo.section import ByName, Count, Rules, Seconds, Section
+from megagrpo.section import ByName, Count, PositiveInt, Rules, Seconds, Section
+
+
+class BudgetConfig(Section):
+    """The budget of a teacher in a step of training."""
+
+    tokens: PositiveInt | None = None
+    """Most tokens that are sent and answered. Requests in flight are finished."""
+
+    seconds: Seconds | None = None
+    """Most seconds with requests in flight. These are cut off."""
 
 
 class AskedTeacher(Section):
@@ -21,6 +31,13 @@ class AskedTeacher(Section):
 
     retries: Annotated[int, Field(ge=0, le=100)] = 3
     """Most retries of a request that failed."""
+
+    budget: BudgetConfig = BudgetConfig()
+    """The budget of a step. Responses beyond it are left out and counted, not as failures."""
+
+    cache: bool = False
+    """Answers are kept in the run's directory: an equal request is not sent again. A token takes 4 bytes, and 8 for
+    each id of teacher_top_k."""
 
 
 class ServedTeacherConfig(AskedTeacher, ServedModelConfig):

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from megagrpo.reward.judging.client import JudgeError
+from megagrpo.reward.judging.asked import UnansweredError
 
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -43,7 +43,7 @@ class ScoringModel:
         """Does nothing: the run ends the model."""
 
     async def logits(self, conversation: Conversation) -> tuple[list[float], list[str]]:
-        """Returns the logits of a conversation, and their labels. Raises JudgeError if it has none."""
+        """Returns the logits of a conversation, and their labels. Raises UnansweredError if it has none."""
         answer: asyncio.Future[list[float] | str] = asyncio.get_running_loop().create_future()
         self._waiting.append((conversation, answer))
         if self._sending is None:
@@ -51,7 +51,7 @@ class ScoringModel:
         logits = await answer
         if isinstance(logits, str):
             self.spent["failed"] += 1
-            raise JudgeError(logits)
+            raise UnansweredError(logits)
         return logits, self._labels or []
 
     async def _send(self) -> None:

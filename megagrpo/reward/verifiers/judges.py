@@ -14,8 +14,9 @@ from pydantic import Field
 
 from megagrpo.reward.answer_text import after_thinking
 from megagrpo.reward.functions import NOTE_CHARACTERS_MAX, Function, Outcome
+from megagrpo.reward.judging.asked import OverBudgetError, UnansweredError
 from megagrpo.reward.judging.classifier import ScoringModel
-from megagrpo.reward.judging.client import Answer, Arguments, AskConfig, Judge, JudgeError, OverBudgetError
+from megagrpo.reward.judging.client import Answer, Arguments, AskConfig, Judge
 from megagrpo.reward.judging.rubric import (
     CHARACTERS_READ,
     Rubric,
@@ -140,14 +141,14 @@ async def _compared(
 ) -> tuple[list[Comparison], list[list[str]]]:
     """Returns the comparisons, and the judge's texts on each response. Equal texts tie without a request.
 
-    Raises OverBudgetError, and JudgeError if no question has a verdict.
+    Raises OverBudgetError, and UnansweredError if no question has a verdict.
     """
     unlike = [(i, j) for i, j in pairs if texts[i] != texts[j]]
     ordered = [(i, j) for pair in unlike for i, j in ((pair, pair[::-1]) if both_orders else (pair,))]
     answers = await asyncio.gather(*(ask(i, j) for i, j in ordered), return_exceptions=True)
     errors = [answer for answer in answers if isinstance(answer, BaseException)]
     for error in errors:
-        if isinstance(error, OverBudgetError) or not isinstance(error, JudgeError):
+        if isinstance(error, OverBudgetError) or not isinstance(error, UnansweredError):
             raise error
     if errors and len(errors) == len(answers):
         raise errors[0]
@@ -307,14 +308,14 @@ def reward_model(**arguments: Any) -> Function:
 
 
 def label_of(label: str | int | None, labels: Sequence[str]) -> int:
-    """Returns the index of the logit that is the score. Raises JudgeError if the model has no such label."""
+    """Returns the index of the logit that is the score. Raises UnansweredError if the model has no such label."""
     if label is None and len(labels) == 1:
         return 0
     if isinstance(label, int) and 0 <= label < len(labels):
         return label
     if label in labels:
         return labels.index(str(label))
-    raise JudgeError(f"label {label}, of a model with {', '.join(labels)}")
+    raise UnansweredError(f"label {label}, of a model with {', '.join(labels)}")
 
 
 def score_of(

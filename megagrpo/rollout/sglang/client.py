@@ -12,7 +12,7 @@ import numpy as np
 from megagrpo.errors import EngineError, Problem
 from megagrpo.rollout.answers import Answer
 from megagrpo.rollout.client import EngineClient, ask_about_model
-from megagrpo.rollout.token_scores import TokenLogprobs, TokenScores
+from megagrpo.rollout.token_scores import ROUNDING, TokenLogprobs, TokenScores
 from megagrpo.routes import FIX, Routes, RouteSizes
 from megagrpo.types import Request
 
@@ -101,13 +101,15 @@ class ServedRoutes:
 def scores_body(tokens: Sequence[int], first: int, k: int) -> dict[str, Any]:
     """Returns the body of /generate for the logprobs of given tokens. Keys and values of the tokens before them may
     come from the cache; SGLang computes those of all others. It scales logprobs by no temperature but those of tokens
-    that it samples."""
+    that it samples. It takes any token for its last one that is beyond its vocabulary, but refuses to tell logprobs at
+    such an id."""
     flat = {"return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True} if k else {}
     return {
         "input_ids": list(tokens),
         "return_logprob": True,
         "logprob_start_len": first - 1,
         "top_logprobs_num": k,
+        "token_ids_logprob": [max(tokens)],
         **flat,
         "sampling_params": {"max_new_tokens": 0},
     }
@@ -118,8 +120,11 @@ def scores_of(answer: Any, tokens: Sequence[int], first: int, k: int) -> TokenLo
     meta = answer["meta_info"]
     entries = meta["input_token_logprobs"][1:]
     wanted, read = np.asarray(tokens[first:]), np.array([entry[1] for entry in entries])
-    if read.shape == wanted.shape:  # SGLang shows the last id of the vocabulary as 0
-        read = np.where((read == 0) & (wanted == wanted.max()), wanted, read)
+    if read.shape == wanted.shape and (shown := (read == 0) & (wanted == max(1, max(tokens)))).any():
+        # SGLang shows the last id of the vocabulary as 0: it was the largest if it has the logprob of that
+        given, of_largest = np.array([entry[0] for entry in entries], float), meta["input_token_ids_logprobs"][1:]
+        same = np.isclose(given, [at_ids[0][0] for at_ids in of_largest], rtol=0, atol=ROUNDING)
+        read = np.where(shown & same, wanted, read)
     ids = ids_logprobs = np.zeros((len(entries), 0))
     if k:
         shape = meta["input_top_logprobs_shape"]

@@ -75,8 +75,10 @@ class VllmAnswer(Answer):
 
 def scores_body(tokens: Sequence[int], first: int, k: int) -> dict[str, Any]:
     """Returns the body of /v1/completions for the logprobs of given tokens: a server started by plain `vllm serve` does
-    not answer at GENERATE. vLLM reads no keys and values from its cache for such a request, and samples a token."""
-    return {"prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
+    not answer at GENERATE. vLLM reads no keys and values from its cache for such a request, and samples a token. One
+    beyond its vocabulary would end its engine, but it refuses to stop at such a token."""
+    largest = {"stop_token_ids": [max(tokens)]}
+    return {"prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k, **largest}
 
 
 def scores_of(answer: Any, tokens: Sequence[int], first: int, k: int) -> TokenLogprobs:
