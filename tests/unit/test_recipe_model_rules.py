@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk
-from megagrpo.recipe.model_rules import model_problems
+from megagrpo.recipe.model_rules import frozen_problems, model_problems
 from megagrpo.weights.families import architecture_of, read_architecture
 from megagrpo.weights.files.adapters import TARGETS
 from tests import tiny_models
@@ -150,6 +150,14 @@ def test_experts_with_biases_are_not_cut_nor_dealt_out_by_muon(tmp_path: Path) -
 )
 def test_a_layout_that_fits_the_model_is_accepted(overrides: list[str], config: dict[str, Any]) -> None:
     assert model_problems(recipe_with(*overrides), architecture_of(CONFIG | config)) == []
+
+
+def test_experts_are_split_beside_a_dense_teacher_on_the_ranks() -> None:
+    """The rules of the policy's experts are not the teacher's."""
+    for layout in ("expert=2", "tensor=2 train.layout.expert_tensor=1 train.layout.expert=2"):
+        recipe = recipe_with("train.layout.data=2", *f"train.layout.{layout}".split(), LORA)
+        assert model_problems(recipe, architecture_of(CONFIG))
+        assert not frozen_problems(recipe, architecture_of(CONFIG))
 
 
 sizes = st.integers(1, 6)
