@@ -62,11 +62,11 @@ def check_teachers(
             directory = cached_directory(given[0]) if of_hub else attempt(checked.problems, local_directory, *given)
         else:
             continue
-        if tokenizer and not checked.problems:
-            if directory and directory not in known_models().values() and (has_tokenizer(directory) or not plan_only):
-                checked.problems += attempt(checked.problems, _other_tokens, name, tokenizer, directory) or []
-            else:
-                checked.unchecked.append(f"the tokenizer of teachers.{name}: not on this machine")
+        known = directory in known_models().values()
+        if tokenizer and directory and not known and (has_tokenizer(directory) or not plan_only):
+            checked.problems += attempt(checked.problems, _other_tokens, name, tokenizer, directory) or []
+        else:
+            checked.unchecked.append(f"the tokenizer of teachers.{name} beside the policy's: not both on this machine")
     checked.problems += attempt(checked.problems, lambda: [*_row_problems(recipe, absent)]) or []
     return checked
 

@@ -82,7 +82,7 @@ def frozen_problems(recipe: Recipe, teacher: Architecture) -> list[Problem]:
         "optimizer": recipe.train.optimizer.model_copy(update={"kind": "adam"}),
     }
     changes = {"train": recipe.train.model_copy(update=frozen), "eval": EvalConfig()}
-    return critic_problems(recipe.model_copy(update=changes), teacher)
+    return critic_problems(recipe.as_teachers_read.model_copy(update=changes), teacher)
 
 
 def token_problems(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
