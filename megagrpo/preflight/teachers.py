@@ -73,8 +73,11 @@ def check_teachers(
 
 def _on_ranks(recipe: Recipe, name: str, directory: Path) -> list[Problem]:
     """Returns the problems of a model in the policy's layout. Raises ModelError if it cannot be read."""
-    found = frozen_problems(recipe, read_architecture(directory))
-    return [replace(fault, given=f"{fault.given} (teachers.{name}'s)") for fault in found]
+    more = "" if recipe.as_teachers_read is recipe else ", or algorithm.distillation.system_tokens_max"
+    return [
+        replace(fault, given=f"{fault.given} (teachers.{name}'s)", fix=fault.fix + more * ("_tokens_" in fault.where))
+        for fault in frozen_problems(recipe, read_architecture(directory))
+    ]
 
 
 def _on_server(recipe: Recipe, name: str, directory: Path) -> Iterator[Problem]:

@@ -165,6 +165,7 @@ def test_a_teacher_has_room_for_its_system_message(run: Path) -> None:
     assert checked(run, RANKS)
     (fault,) = refused(run, RANKS, system)
     assert f"= {longest + 1} tokens (teachers.big's)" in fault
+    assert "system_tokens_max" in fault.partition("fix:")[2]
 
 
 def test_a_column_names_known_teachers(run: Path) -> None:
