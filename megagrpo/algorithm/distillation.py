@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from megagrpo.section import ByName, Fraction, NonNegativeFloat, PositiveFloat, Rules, Section, Tokens, entry_of
+from megagrpo.section import ByName, Fraction, PositiveFloat, Rules, Section, Tokens, entry_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -97,7 +97,7 @@ class DistillationConfig(Section):
     objective: ObjectiveConfig = SampledTokenConfig()
     """Method by which the policy approaches its teacher. docs/distillation.md says when to use which."""
 
-    weight: NonNegativeFloat = 1.0
+    weight: PositiveFloat = 1.0
     """Weight of the teachers' part beside that of the rewards."""
 
     by_source: dict[str, str | None] = {}
@@ -117,8 +117,8 @@ class DistillationConfig(Section):
     """Most tokens that `system` adds to a prompt."""
 
     failed_share_max: Fraction = 0.5
-    """The run ends if teachers fail on a larger share of a step's responses. A response on which its teacher failed is
-    masked and counted."""
+    """The run ends if teachers fail on a larger share of a step's responses that they were asked about. A response on
+    which its teacher failed is masked and counted."""
 
     def taught(self, advantages: Advantages, student: Ragged, teacher: Ragged) -> Advantages:
         """Returns advantages with weight x (log q - log p) added to each token that has a teacher.

@@ -75,7 +75,8 @@ class ReferenceConfig(Section):
     """The policy that the KL penalty is against: the starting weights, unless it follows the policy."""
 
     update_every_steps: PositiveInt | None = None
-    """Steps after which the reference moves towards the policy. null: never."""
+    """Training steps, each of all its optimizer steps, after which the reference moves towards the policy. null:
+    never."""
 
     share: Fraction = 1.0
     """Fraction of the way to the policy per update: 1 copies it, less averages (Polyak)."""

@@ -197,6 +197,7 @@ def _prompt_reader(
 ) -> Reader[Row, Prompt]:
     """Returns the reader of prompts. teaching: renders them a second time, with its system message."""
     system, arguments = data.system_prompt, data.chat_template_arguments
+    of_teachers = teaching and [teaching.system, teaching.system_tokens_max]
 
     def rendered_twice(rows: list[Row], path: str, findings: Findings) -> list[list[int]]:
         """Returns the tokens that teachers read of each row; none if they read those of the policy."""
@@ -206,8 +207,9 @@ def _prompt_reader(
         return encode(tokenizer, render(merged, None, tokenizer, arguments, path, findings))
 
     def records(rows: list[Row], path: str, findings: Findings) -> Iterator[Column]:
-        texts, taught = render(rows, system, tokenizer, arguments, path, findings), rendered_twice(rows, path, findings)
-        if not texts or not taught:
+        texts = render(rows, system, tokenizer, arguments, path, findings)
+        taught = rendered_twice(rows, path, findings) if texts else []
+        if not taught:
             return
         for row, text, ids, of_teacher in zip(rows, texts, encode(tokenizer, texts), taught, strict=True):
             if teaching and len(of_teacher) > len(ids) + teaching.system_tokens_max:
@@ -246,7 +248,7 @@ def _prompt_reader(
         truncate="truncate_left",
         cache=Cache(data.cache),
         tokenizer=tokenizer,
-        settings={"system_prompt": system, "arguments": arguments, "taught": teaching and teaching.system},
+        settings={"system_prompt": system, "arguments": arguments, "taught": of_teachers},
     )
 
 

@@ -114,7 +114,7 @@ def _seen(rows: Sequence[Row], view: View, path: str, findings: Findings) -> tup
         texts = ["\n".join(f"[{message['role']}] {message['content']}" for message in chat) for chat in chats]
         return texts, [sum(len(message["content"]) for message in chat) for chat in chats]
     texts = render(rows, view.system_prompt, view.tokenizer, view.arguments, path, findings)
-    return texts, [len(ids) for ids in encode(view.tokenizer, texts)] if texts else []
+    return texts, [len(ids) for ids in encode(view.tokenizer, texts)]
 
 
 def _short(text: str, most: int) -> str:

@@ -91,11 +91,12 @@ def teacher(value: Any, options: Options) -> Answer:
     kind = options["opd_type"]
     if kind == "sglang":
         url, tokenizer = text(options["rm_url"]).removesuffix("/generate"), text(options["hf_checkpoint"])
-        return Write({"teachers": {"teacher": {"kind": "external", "url": url, "tokenizer": tokenizer}}})
+        note = "teachers.teacher.tokenizer is the student's: write the path of the server's model, to compare the two"
+        return Write({"teachers": {"teacher": {"kind": "external", "url": url, "tokenizer": tokenizer}}}, note)
     if kind == "megatron":
         path, note = text(options["opd_teacher_load"]), "a Hugging Face directory here: `megagrpo convert`"
         return Write({"teachers": {"teacher": {"kind": "ranks", "path": path}}}, note)
-    return Missing("teachers are servers or on the ranks, and see the tokens that the policy sees")
+    return Missing("the policy's start is a teacher of kind: reference; distillation.system gives it more to read")
 
 
 def server(value: Any, options: Options) -> Answer:

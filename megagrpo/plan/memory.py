@@ -313,10 +313,10 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
     with_gradients = _with_gradients(recipe, work, stage, index, sequences) + served
     without: list[Part] = []
     if "logprobs" in phases:
-        tokens = train.logprob_tokens_per_microbatch or train.tokens_per_microbatch
         for of in (case, *teacher_cases(case).values()):
-            its_stage = stages(len(of.architecture.layers), layout)[index]
-            passed = replace(pass_of(of), tokens=min(tokens, _rank_tokens(case)))
+            its_stage, its = stages(len(of.architecture.layers), layout)[index], of.recipe.train
+            tokens = its.logprob_tokens_per_microbatch or its.tokens_per_microbatch
+            passed = replace(pass_of(of), tokens=min(tokens, _rank_tokens(of)))
             without = max(without, _without_gradients(train, passed, its_stage), key=_sum)
         without = without + served
     passing = max(_sum(with_gradients), _sum(without))  # the most that passes of a step allocate at once
@@ -367,6 +367,8 @@ def _batch(case: Case, stage: Stage, sequences: int) -> Iterator[Part]:
     token_bytes = TOKEN_BYTES + (RESPONSE_TOKEN_BYTES if stage.head else 0)
     lowered = ("train.layout.data", "rollout.prompts_per_step" if grpo else "data.examples_per_step")
     yield Part("batch", tokens * token_bytes, lowered)
+    if isinstance(recipe, Recipe) and (taught := recipe.taught_tokens_max) > recipe.sequence_tokens_max:
+        yield Part("batch of teachers", tokens * taught // recipe.sequence_tokens_max * token_bytes, lowered)
     if isinstance(recipe, Recipe) and (sizes := replayed_routes(recipe, arch)):
         of_token = 2 * sizes.per_token * len({*stage.layers} & {*arch.expert_layers})
         yield Part("routes", tokens // layout.tensor * of_token, ("train.layout.tensor", *lowered))

@@ -14,8 +14,11 @@ from megagrpo.plan.parameters import RankParameters, known_models, rank_paramete
 from megagrpo.plan.units import byte_text, second_text
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.teachers import ExternalTeacherConfig, RanksTeacherConfig, ServedTeacherConfig
+from megagrpo.section import changed
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.sides.checkpoint import file_tensors
+
+MICROBATCHES = ("tokens_per_microbatch", "logprob_tokens_per_microbatch")
 
 
 def bytes_beside(recipe: Recipe, where: str, device: str) -> int | None:
@@ -43,10 +46,19 @@ def stored_parameters(path: str) -> int | None:
 
 
 def teacher_cases(case: Case) -> dict[str, Case]:
-    """Returns the case with a teacher of kind ranks in the policy's place, for each of them. None has adapters."""
-    train = case.recipe.train.model_copy(update={"lora": None})
-    recipe = case.recipe.model_copy(update={"train": train})
-    return {name: replace(case, recipe=recipe, architecture=arch) for name, arch in case.teachers.items()}
+    """Returns the case as each teacher on the ranks passes over it: its model in the policy's place, with prompts as
+    long as teachers read them and the same sequences in a microbatch. Only the reference has adapters."""
+    recipe = case.recipe
+    if not isinstance(recipe, Recipe) or not recipe.teachers_on_ranks:
+        return {}
+    read, before, now = recipe.as_teachers_read, recipe.sequence_tokens_max, recipe.taught_tokens_max
+    limits = {f"train.{key}": getattr(recipe.train, key) for key in MICROBATCHES}
+    read = changed(read, {key: limit and -(-limit * now // before) for key, limit in limits.items()})
+    prompt = case.lengths.prompt + case.assumptions.prompt_share * (now - before)
+    own = replace(case, recipe=read, assumptions=replace(case.assumptions, prompt_tokens=prompt))
+    others = replace(own, recipe=changed(read, {"train.lora": None}))
+    models = {name: case.teachers.get(name) for name in recipe.teachers_on_ranks}
+    return {name: replace(others, architecture=arch) if arch else own for name, arch in models.items()}
 
 
 def teacher_parameters(case: Case, stage: int) -> dict[str, RankParameters]:
@@ -73,11 +85,10 @@ def heads_again(case: Case) -> dict[str, Case]:
     """Returns the cases of teachers on the ranks whose output layers an update passes through: a loss with a divergence
     makes their logits from the hidden states that their passes keep."""
     recipe = case.recipe
-    distillation = recipe.algorithm.distillation if isinstance(recipe, Recipe) else None
-    if not isinstance(recipe, Recipe) or distillation is None or not distillation.objective.in_loss:
+    if not isinstance(recipe, Recipe) or recipe.algorithm.teachers_advise:
         return {}
-    cases = teacher_cases(case)
-    return {name: cases.get(name, case) for name in recipe.teachers_on_ranks}
+    models = {name: case.teachers.get(name, case.architecture) for name in recipe.teachers_on_ranks}
+    return {name: replace(case, architecture=arch) for name, arch in models.items()}
 
 
 # --- lines of the summary ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from megagrpo.plan.communication import LinkUse, Seconds, added, sync_time
 from megagrpo.plan.engine import EngineSpeed
 from megagrpo.plan.memory import model_parts
 from megagrpo.plan.other_models import heads_again, offloaded_bytes, teacher_cases
-from megagrpo.plan.training_time import FORWARD, BatchSize, TrainingRanks
+from megagrpo.plan.training_time import FORWARD, BatchSize, TrainingRanks, training_products
 from megagrpo.recipe.defaults import prompts_of_round, total_steps
 from megagrpo.recipe.reward_functions import executor_of
 from megagrpo.recipe.schema import Recipe, SftRecipe
@@ -299,15 +299,12 @@ def training_phases(case: Case) -> dict[str, Seconds]:
     batch = BatchSize.of(groups * rollout.samples_per_prompt, lengths)
     minibatch, times = batch.share(1 / algorithm.minibatches), algorithm.minibatches * algorithm.epochs
     before = {"sending the batch": batch.sequences * case.assumptions.send_seconds_per_response}
-    passes = {"old": algorithm.computes_old_logprobs, "reference": recipe.keeps_reference}
+    passes = {"old": algorithm.computes_old_logprobs, "reference": algorithm.kl.coefficient > 0}
     for name in (name for name, made in passes.items() if made):
         before |= _named(name, ranks.forward_seconds(batch))
     update = ranks.update_seconds(minibatch)
-    for name, of in teacher_cases(case).items():  # each reads the whole batch
-        before |= _named(f"teacher {name}", TrainingRanks(of).forward_seconds(batch))
-    for name, of in heads_again(case).items():  # at its own rows, as if all had equally many
-        again = TrainingRanks(of).head_seconds(FORWARD, minibatch.share(1 / len(recipe.teachers)))
-        update |= _named(f"teacher {name}", {"output layer": again})
+    teachers, divergence = _teaching(case, groups * rollout.samples_per_prompt, minibatch)
+    before, update = before | teachers, update | divergence
     if algorithm.critic is not None:
         whole = recipe.train.model_copy(update={"lora": None})  # adapters are never on a critic
         model = critic_of(case.critic or case.architecture)
@@ -315,6 +312,26 @@ def training_phases(case: Case) -> dict[str, Seconds]:
         before |= _named("values", critics.forward_seconds(batch))
         update |= _named("critic", critics.update_seconds(minibatch))
     return {"logprobs": before, "update": {name: spent * times for name, spent in update.items()}}
+
+
+def _teaching(case: Case, responses: float, minibatch: BatchSize) -> tuple[Seconds, Seconds]:
+    """Returns the seconds of teachers' passes on the ranks, and those that a divergence in the loss adds to updates."""
+    recipe, passes, update = case.grpo, dict[str, float](), dict[str, float]()
+    algorithm, advises = recipe.algorithm, recipe.algorithm.teachers_advise
+    shared = advises and algorithm.kl.coefficient > 0 and recipe.as_teachers_read is recipe
+    for name, of in teacher_cases(case).items():
+        if not shared or name in case.teachers:  # else the penalty's pass finds the reference's logprobs
+            read = BatchSize.of(responses, of.lengths)
+            read = read if advises else replace(read, head_tokens=0.0)  # hidden states alone
+            passes |= _named(f"teacher {name}", TrainingRanks(of).forward_seconds(read))
+    if algorithm.distillation is not None and not advises:
+        products = FORWARD if recipe.teachers_alone else training_products(recipe.train)
+        update["divergence: output layer"] = TrainingRanks(case).head_seconds(products, minibatch)
+        times = 2 if algorithm.distillation.objective.name == "full_vocabulary" else 1  # logits again, backward
+        for name, of in heads_again(case).items():  # at its own rows, as if all had equally many
+            once = TrainingRanks(of).head_seconds(FORWARD, minibatch.share(1 / len(recipe.teachers)))
+            update[f"teacher {name}: output layer"] = times * once
+    return passes, update
 
 
 def _named(what: str, seconds: Seconds) -> Seconds:

@@ -62,19 +62,22 @@ def check_teachers(
             directory = cached_directory(given[0]) if of_hub else attempt(checked.problems, local_directory, *given)
         else:
             continue
-        if tokenizer and not checked.problems:
-            if directory and directory not in known_models().values() and (has_tokenizer(directory) or not plan_only):
-                checked.problems += attempt(checked.problems, _other_tokens, name, tokenizer, directory) or []
-            else:
-                checked.unchecked.append(f"the tokenizer of teachers.{name}: not on this machine")
+        known = directory in known_models().values()
+        if tokenizer and directory and not known and (has_tokenizer(directory) or not plan_only):
+            checked.problems += attempt(checked.problems, _other_tokens, name, tokenizer, directory) or []
+        else:
+            checked.unchecked.append(f"the tokenizer of teachers.{name} beside the policy's: not both on this machine")
     checked.problems += attempt(checked.problems, lambda: [*_row_problems(recipe, absent)]) or []
     return checked
 
 
 def _on_ranks(recipe: Recipe, name: str, directory: Path) -> list[Problem]:
     """Returns the problems of a model in the policy's layout. Raises ModelError if it cannot be read."""
-    found = frozen_problems(recipe, read_architecture(directory))
-    return [replace(fault, given=f"{fault.given} (teachers.{name}'s)") for fault in found]
+    more = "" if recipe.as_teachers_read is recipe else ", or algorithm.distillation.system_tokens_max"
+    return [
+        replace(fault, given=f"{fault.given} (teachers.{name}'s)", fix=fault.fix + more * ("_tokens_" in fault.where))
+        for fault in frozen_problems(recipe, read_architecture(directory))
+    ]
 
 
 def _on_server(recipe: Recipe, name: str, directory: Path) -> Iterator[Problem]:

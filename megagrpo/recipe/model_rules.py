@@ -77,7 +77,7 @@ def frozen_problems(recipe: Recipe, teacher: Architecture) -> list[Problem]:
     """Returns the problems with a teacher on the ranks, which has neither adapters, gradients nor routes, and sees no
     evaluations."""
     changes = {"train": frozen_config(recipe.train, teacher), "eval": EvalConfig()}
-    return critic_problems(recipe.model_copy(update=changes), teacher)
+    return critic_problems(recipe.as_teachers_read.model_copy(update=changes), teacher)
 
 
 def token_problems(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:

@@ -155,6 +155,7 @@ HOLDS: dict[AlertName, Callable[[Series], np.ndarray]] = {
     ),
     "kl_without_reward": _kl_without_reward,
     "divergence_grows": _divergence_grows,
+    "no_teacher": lambda series: _mean(series, "teacher/tokens_share", SHORT) == 0,
     "entropy_collapse": _entropy_collapse,
     "length_explosion": _length_explosion,
     "truncated": lambda series: _mean(series, "response_tokens/truncated_share", SHORT) > TRUNCATED_SHARE,

@@ -136,9 +136,11 @@ def require_version(groups: Sequence[Group], newest: int, oldest: int | None = N
 
 
 def with_signal(groups: Sequence[Group], recipe: Recipe) -> list[Group]:
-    """Returns the groups that teach something, as `CreditMethod.teaches` defines it."""
+    """Returns the groups that teach something, as `CreditMethod.teaches` defines it, or that have a teacher."""
     inputs, algorithm = advantage_inputs(recipe, groups), recipe.algorithm
     teaches = algorithm.credit.teaches(algorithm.advantage, inputs, turns_of(recipe, groups))
+    if (taught := taught_of(recipe, groups)) is not None:
+        teaches = teaches | (taught.rows & trainable_rows(inputs))
     return [groups[i] for i in np.unique(inputs.group_ids[teaches])]
 
 

@@ -53,10 +53,10 @@ class Taught:
 def teacher_metrics(taught: Taught | None, groups: Sequence[Group]) -> dict[str, float]:
     """Returns the mean divergence from teachers, the agreement with them, and the share of tokens that have one.
 
-    The divergence is also by data source, if there are several. {}: no teachers, or no update.
+    The divergence is also by data source, if there are several. {}: no teachers, or no update of rows with a teacher.
     """
     if taught is None or taught.divergence is None:
-        return {}
+        return {"teacher/tokens_share": 0.0} if taught and not taught.rows.any() else {}
     values = taught.divergence.values
     known = np.isfinite(values)
     metrics = {"teacher/tokens_share": float(known.mean()) if len(known) else 0.0}

@@ -189,7 +189,8 @@ def test_a_run_with_teachers_on_its_ranks_continues_and_is_replayed_with_the_sam
     by_source = {"sums": "big", "others": "mean"}
     values["teachers"] = teachers
     values["algorithm"] |= {"reference": {"update_every_steps": 1, "share": 0.2}}
-    values["algorithm"]["distillation"] = {"objective": objective, "by_source": by_source, "system": "1"}
+    system = {"system": "1", "system_tokens_max": 16}
+    values["algorithm"]["distillation"] = {"objective": objective, "by_source": by_source, **system}
     values["checkpoint"] |= {"keep_batches": small_run.STEPS}
     small_run.train(small_run.write(values, tmp_path), environment=ray)
     directory = tmp_path / "taught"

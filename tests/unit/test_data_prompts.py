@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from examples.demo.model import make_tokenizer
+from megagrpo.algorithm.distillation import DistillationConfig
 from megagrpo.data.files import records, row_count
 from megagrpo.data.mixture import epoch_rows, file_labels, mix, take
 from megagrpo.data.prompts import load_prompts
@@ -94,6 +95,18 @@ def test_a_row_that_the_template_refuses_is_named(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", "fine", role="tool")
     with pytest.raises(DataError, match=r"line 1: .*\n.*tools are not"):
         load(file, tokenizer=tokenizer)
+
+
+def test_a_row_that_teachers_read_too_is_refused_once(tokenizer, tmp_path):
+    files = [write(tmp_path / f"{role}.jsonl", "hi", role=role) for role in ("user", "tool")]
+    data, teaching = DataConfig(train=list(files)), DistillationConfig(system="Add.")
+    (prompt,) = load_prompts(files[:1], tokenizer, data, 0, teaching=teaching).items
+    assert tokenizer.decode(prompt.taught) == "<system>Add.\n<user>hi\n<assistant>"
+    alone = byte_tokenizer(TEMPLATE.replace("'tool'", "'system'"))
+    for file, refusing in ((files[1], tokenizer), (files[0], alone)):
+        with pytest.raises(DataError, match="tools are not for this model") as refused:
+            load_prompts([file], refusing, data, 0, teaching=teaching)
+        assert len(refused.value.problems) == 1
 
 
 def test_a_tokenizer_needs_a_valid_template(tmp_path):

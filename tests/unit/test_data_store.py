@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from examples.demo.model import make_tokenizer
+from megagrpo.algorithm.distillation import DistillationConfig
 from megagrpo.data.cursor import Cursor
 from megagrpo.data.messages import load_examples
 from megagrpo.data.mixture import Mixture, fingerprint
@@ -42,10 +43,10 @@ def on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def load(tmp_path: Path, **given: Any) -> Mixture[Prompt]:
+def load(tmp_path: Path, teaching: DistillationConfig | None = None, **given: Any) -> Mixture[Prompt]:
     entry = DataFileConfig(path=str(tmp_path / "a.jsonl"), amount=given.pop("amount", "all"))
     data = DataConfig(train=[entry], cache=str(tmp_path / "cache"), **{"prompt_tokens_max": 200} | given)
-    return load_prompts(data.train, TOKENIZER, data, 3)
+    return load_prompts(data.train, TOKENIZER, data, 3, teaching=teaching)
 
 
 @pytest.mark.parametrize("amount", ["all", 2.5, 11])
@@ -117,6 +118,14 @@ def test_a_bad_row_leaves_nothing_behind(on_disk, tmp_path):
     with pytest.raises(DataError, match="line 41"):
         load(tmp_path)
     assert list(on_disk.iterdir()) == []
+
+
+def test_prompts_in_the_cache_are_those_that_teachers_may_read(on_disk, tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", *ROWS)
+    taught = [load(tmp_path, DistillationConfig(system=system)).items[0].taught for system in ("Add.", "Count.")]
+    assert len(set(taught)) == 2
+    with pytest.raises(DataError, match="system_tokens_max"):
+        load(tmp_path, DistillationConfig(system="Add.", system_tokens_max=3))
 
 
 def test_a_folder_that_cannot_be_written_is_named(on_disk, tmp_path):

@@ -95,6 +95,7 @@ def test_slimes_teachers_are_a_running_server_or_on_the_ranks(tmp_path: Path) ->
     assert recipe.algorithm.distillation is not None
     assert recipe.algorithm.distillation.weight == 0.5
     assert "missing" not in kinds(imported).values()
+    assert any("teachers.teacher.tokenizer" in note for note in imported.translation.notes)
     recipe, _ = made("slime", tmp_path, f"{SLIME} --opd-type megatron --opd-teacher-load /models/teacher")
     assert teacher(recipe) == {"kind": "ranks", "path": "/models/teacher"}
     source = tmp_path / "self.sh"

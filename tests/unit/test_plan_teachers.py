@@ -19,14 +19,16 @@ from tests.plans import QWEN_8B, QWEN_32B, known_model
 
 FULL = {"name": "full_vocabulary"}
 TOPS = ("logprobs", "update")
+SYSTEM = {"system": "Add units first.", "system_tokens_max": 2048}
 
 
 def planned(teacher: dict[str, Any], objective: Any = "sampled_token", **more: Any) -> Plan:
     """Qwen3-8B on 16 ranks of 2 stages, with a teacher."""
+    of = {"objective": objective} | more.pop("distillation", {})
     values = {
         "model.path": QWEN_8B,
         "teachers": {"big": teacher},
-        "algorithm.distillation": {"objective": objective},
+        "algorithm.distillation": of,
         "train.layout": {"tensor": 4, "pipeline": 2, "data": 2},
         "train.recompute": "none",
         "rollout.engines": 4,
@@ -99,11 +101,15 @@ def test_a_teachers_pass_takes_the_time_of_its_own_architecture_and_its_head_onc
     grown = total_parameters(known_model(QWEN_32B)) / total_parameters(known_model(QWEN_8B))
     products = of_teacher["teacher big: matrix products"] / before["logprobs"]["reference: matrix products"]
     assert products == pytest.approx(grown, rel=0.15)
-    assert set(after["update"]) - set(before["update"]) == {"teacher big: output layer"}
+    assert set(after["update"]) - set(before["update"]) == {"teacher big: output layer", "divergence: output layer"}
+    assert set(before["logprobs"]) - set(after["logprobs"]) == {"teacher big: output layer"}, "hidden states alone"
     batch = BatchSize.of(plan.grpo.rollout.prompts_per_step * plan.grpo.rollout.samples_per_prompt, plan.lengths)
     flops = head_flops(known_model(QWEN_32B), FORWARD, batch.head_tokens) * plan.assumptions.imbalance
     speed = plan.speeds.gpu.flops * plan.assumptions.matrix_efficiency * plan.layout.data * plan.layout.tensor
-    assert after["update"]["teacher big: output layer"] == pytest.approx(flops / speed)
+    assert after["update"]["teacher big: output layer"] == pytest.approx(2 * flops / speed)
+    assert after["update"]["divergence: output layer"] == pytest.approx(before["update"]["output layer"])
+    alone = training_phases(planned(ranks(), FULL, reward={}))["update"]
+    assert alone["divergence: output layer"] == pytest.approx(before["update"]["output layer"] / 4)
     two = plans.plan(
         {
             "model.path": QWEN_8B,
@@ -119,13 +125,53 @@ def test_the_reference_is_a_teacher_without_a_penalty() -> None:
     plan = planned({"kind": "reference"}, FULL)
     assert model_parts(plan, 0)["reference"] == model_parts(plan, 0)["parameters"]
     assert "reference" in offloads(plan.grpo)[0]
-    assert any(name.startswith("reference: ") for name in training_phases(plan)["logprobs"])
     assert "teachers' hidden states" in held(plan, 1)["update"]
     assert plan.summary["teacher big"] == "the reference policy"
     shared = planned({"kind": "reference"}, algorithm__kl={"coefficient": 0.1})
     assert shared.summary["teacher big"] == "the reference policy, which the KL penalty has too"
     assert model_parts(shared, 0) == model_parts(plan, 0)
     assert TrainingRanks(plan).head_seconds(FORWARD, BatchSize(0, 0, 0, 0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("objective", "coefficient", "distillation", "passes"),
+    [
+        ("sampled_token", 0.0, {}, {"teacher big"}),
+        ("sampled_token", 0.1, {}, {"reference"}),
+        ("sampled_token", 0.1, SYSTEM, {"reference", "teacher big"}),
+        (FULL, 0.0, {}, {"teacher big"}),
+        (FULL, 0.1, {}, {"reference", "teacher big"}),
+    ],
+)
+def test_the_reference_passes_once_for_its_logprobs_and_once_for_its_hidden_states(
+    objective: Any, coefficient: float, distillation: dict[str, Any], passes: set[str]
+) -> None:
+    kl = {"coefficient": coefficient}
+    plan = planned({"kind": "reference"}, objective, distillation=distillation, algorithm__kl=kl)
+    assert {name.partition(":")[0] for name in training_phases(plan)["logprobs"]} - {"sending the batch"} == passes
+
+
+@pytest.mark.parametrize("given", [(), ("prompt_tokens=300",)])
+def test_teachers_of_a_system_message_read_longer_sequences_in_as_many_microbatches(given: tuple[str, ...]) -> None:
+    values = {
+        "model.path": QWEN_8B,
+        "teachers": {"big": ranks(), "own": {"kind": "reference"}},
+        "algorithm.kl": {"coefficient": 0.1},
+        "train.layout": {"tensor": 4, "pipeline": 2, "data": 2},
+    }
+    rows = {"by_source": {"a": "big", "b": "own"}}
+    bare, more = (plans.plan(values, given=given, algorithm__distillation=rows | of) for of in ({}, SYSTEM))
+    before, after = (training_phases(one)["logprobs"] for one in (bare, more))
+    longer = 1 + more.assumptions.prompt_share * SYSTEM["system_tokens_max"] / more.lengths.sequence
+    for name in ("teacher big: matrix products", "reference: matrix products"):
+        assert after[name] / before[name] == pytest.approx(longer if "teacher" in name else 1)
+    assert after["teacher own: matrix products"] / after["reference: matrix products"] == pytest.approx(longer)
+    assert after["teacher big: between products"] == pytest.approx(before["teacher big: between products"], rel=0.2)
+    most = more.grpo.taught_tokens_max / more.grpo.sequence_tokens_max
+    parts = [held(one)["logprobs"] for one in (bare, more)]
+    assert parts[1]["one layer"] / parts[0]["one layer"] == pytest.approx(most, rel=0.01)
+    assert parts[1]["batch of teachers"] / parts[1]["batch"] == pytest.approx(most)
+    assert "batch of teachers" not in parts[0]
 
 
 def test_a_served_teacher_has_devices_of_its_own_and_an_external_one_none() -> None:

@@ -150,9 +150,30 @@ def test_an_architecture_that_is_not_known_or_no_directory_is_named(run: Path) -
 def test_a_plan_does_without_the_files_of_a_known_model(run: Path) -> None:
     for kind in ("ranks", "server"):
         teachers = f"teachers={{{{big: {{{{kind: {kind}, path: Qwen/Qwen3-32B}}}}}}}}"
-        found = checked(run, teachers, "train.megatron={}", plan_only=True)
-        assert "the tokenizer of teachers.big: not on this machine" in found.unchecked
+        for overrides in ((), ("model.path=Qwen/Qwen3-4B", "data.prompt_tokens_max=20")):
+            found = checked(run, teachers, "train.megatron={}", *overrides, plan_only=True)
+            assert any("tokenizer of teachers.big" in text for text in found.unchecked)
     assert found.recipe.models_beside.keys() == {"teachers.big"}
+
+
+def test_every_teachers_tokens_are_compared(run: Path) -> None:
+    shutil.copytree(run.parent / "teacher", run.parent / "other")
+    for name in ("teacher", "other"):
+        changed(run.parent / name / "tokenizer.json", lambda value: value["model"]["vocab"].update(sieben=99))
+    other = f"teachers.small={{kind: ranks, path: {run.parent}/other}}"
+    found = refused(run, RANKS, other, "algorithm.distillation={by_source: {a: big, b: small}}")
+    for name in ("teacher", "other"):
+        assert any(f"'sieben' for id 99, in {run.parent}/{name}\n" in fault for fault in found)
+
+
+def test_a_teacher_has_room_for_its_system_message(run: Path) -> None:
+    longest = load(run).recipe.sequence_tokens_max
+    replaced(run, max_position_embeddings=longest)
+    system = "algorithm.distillation={system: Add., system_tokens_max: 1}"
+    assert checked(run, RANKS)
+    (fault,) = refused(run, RANKS, system)
+    assert f"= {longest + 1} tokens (teachers.big's)" in fault
+    assert "system_tokens_max" in fault.partition("fix:")[2]
 
 
 def test_a_column_names_known_teachers(run: Path) -> None:

@@ -41,6 +41,7 @@ SPLIT_EXPERTS = "rollout.layout={tensor: 2, expert: 2}"
 SERVER = "teachers.t={kind: server, path: x}"
 ON_RANKS = "teachers.t={kind: ranks, path: x}"
 SECOND = "teachers.u={kind: reference}"
+SYSTEM = "algorithm.distillation.system=Add."
 DISTILLED = "algorithm.distillation={}"
 NO_REWARD = "reward.functions=[]"
 
@@ -231,6 +232,9 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("rollout.dynamic_sampling", [ON_RANKS, DISTILLED, NO_REWARD, "rollout.dynamic_sampling={}"]),
     ("eval.sets.main.functions", [ON_RANKS, DISTILLED, NO_REWARD, EVAL]),
     ("algorithm.loss.name", [ON_RANKS, DISTILLED, "algorithm.loss.name=gmpo"]),
+    ("algorithm.distillation.system", [ON_RANKS, SYSTEM, AGENT]),
+    ("algorithm.distillation.system", [ON_RANKS, SYSTEM, "train.layout.context=2"]),
+    ("algorithm.distillation.system", [ON_RANKS, SYSTEM, "data.overlong_prompts=truncate_left"]),
     ("teachers.t.devices", [APART, "teachers.t={kind: server, path: x, devices: 64}", DISTILLED]),
 ]
 
@@ -299,6 +303,7 @@ def test_a_broken_rule_names_the_field_and_a_fix(field: str, overrides: list[str
         [ON_RANKS, NO_REWARD, "algorithm.distillation.objective=full_vocabulary", "rollout.samples_per_prompt=1"],
         [ON_RANKS, SECOND, "algorithm.distillation={by_source: {a*: t, b: u, c: null}}", "rollout.temperature=0.9"],
         [ON_RANKS, SECOND, "algorithm.distillation.column=teacher", "rollout.top_p=0.9"],
+        [SERVER, SYSTEM, "train.layout.context=2", "data.overlong_prompts=error"],
         [SECOND, DISTILLED, "algorithm.reference={update_every_steps: 1, share: 0.01}", "train.offload=[reference]"],
         [AS_OLD, REINFORCE, KL_IN_REWARD],  # reads the old logprobs
         ["rollout.dynamic_sampling={}", "data.no_resampling_pass_rate=0.9", "reward.overlong={buffer_tokens: 16}"],
@@ -346,4 +351,10 @@ def test_only_these_give_the_tokens_of_a_response_advantages_of_their_own() -> N
         DISCOUNTED: True,
         "seed=1": False,
     }
-    assert {each: recipe_with(each).algorithm.advantages_by_token for each in overrides} == overrides
+    assert {each: recipe_with(each).algorithm.advantages_by_token != [] for each in overrides} == overrides
+
+
+def test_gmpo_with_teachers_names_their_objective_not_the_advantage() -> None:
+    (problem,) = broken_rules(recipe_with(ON_RANKS, DISTILLED, "algorithm.loss.name=gmpo"))
+    assert "sampled_token" in problem.given
+    assert "grpo" not in problem.given

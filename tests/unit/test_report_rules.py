@@ -43,6 +43,7 @@ HEALTHY = {
     "kl/mean": np.linspace(0.0, 0.05, STEPS),
     "reward/mean": RISING,
     "teacher/divergence": np.linspace(0.8, 0.1, STEPS),
+    "teacher/tokens_share": flat(0.4),
     "entropy": np.linspace(2.0, 0.6, STEPS),
     "response_tokens/mean": np.linspace(200, 900, STEPS),
     "response_tokens/truncated_share": flat(0.05),
@@ -59,6 +60,7 @@ ILL = {
     "gradient_not_finite": {"skipped_steps": from_then(0, 1)},
     "kl_without_reward": {"kl/mean": from_then(0.02, 0.2), "reward/mean": flat(0.5)},
     "divergence_grows": {"teacher/divergence": from_then(0.2, 0.5)},
+    "no_teacher": {"teacher/tokens_share": from_then(0.4, 0.0)},
     "entropy_collapse": {"entropy": from_then(2.0, 0.1)},
     "length_explosion": {
         "response_tokens/mean": from_then(200, 900),

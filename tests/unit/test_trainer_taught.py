@@ -15,7 +15,7 @@ from megagrpo.algorithm.ragged import Ragged, ragged_zeros
 from megagrpo.errors import TeacherError
 from megagrpo.track.metrics import documented, undocumented
 from megagrpo.trainer.schedule import Live, grpo_step
-from megagrpo.trainer.step import load, sample, train_sequences
+from megagrpo.trainer.step import load, sample, train_sequences, with_signal
 from megagrpo.trainer.taught import Taught, taught_of, teacher_metrics
 from megagrpo.types import Group, Prompt, Sample, Score, TeacherTokens
 from tests.step_fakes import make_run
@@ -162,8 +162,19 @@ def test_rows_with_a_teacher_are_trained_on_though_their_scores_are_equal(
     run.policy.by_token = lambda method, lengths, absent=0.0: ragged_zeros(lengths, np.float32)
     done = grpo_step(run, Live(run), 1, 0.0)
     assert [call for call in run.policy.calls if call in ("load_batch", "compute_teachers", "update")] == passes
-    assert not undocumented(done.metrics)
+    assert done.metrics["teacher/tokens_share"] == bool(passes)
     assert ("teacher/divergence" in done.metrics) == bool(passes)
+    assert not undocumented(done.metrics)
+
+
+def test_dynamic_sampling_keeps_groups_that_a_teacher_says_something_of() -> None:
+    rows = [("taught", 1.0), ("other", 1.0), ("taught", None)]
+    groups = [
+        replace(group_of(source, sample_of([-1.0]), sample_of([-1.0])), scores=(Score(score),) * 2)
+        for source, score in rows
+    ]
+    recipe = recipe_with(ONLY, "algorithm.distillation.by_source={taught: a}", "rollout.dynamic_sampling={}")
+    assert with_signal(groups, recipe) == groups[:1]
 
 
 def test_a_response_whose_teacher_failed_is_not_trained_on() -> None:

@@ -93,7 +93,9 @@ def test_a_recipe_loads_keeps_the_rules_and_fits_the_schema_that_it_names(file: 
 def test_a_recipe_is_planned_on_a_machine_that_has_nothing(file: Path, elsewhere: None) -> None:
     ready = preflight(loaded(file), plan_only=True)
     assert ready.recipe.model.path in known_models()
-    missing = [f"the tokenizer of {ready.recipe.model.path}", "train.parquet", "test.parquet", "this machine's devices"]
+    teachers = [f"the tokenizer of teachers.{name}" for name in ready.teachers]
+    missing = [f"the tokenizer of {ready.recipe.model.path}", "train.parquet", "test.parquet", *teachers]
+    missing.append("this machine's devices")
     assert all(what in said for what, said in zip(missing, ready.unchecked, strict=True))
 
 

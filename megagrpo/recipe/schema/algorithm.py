@@ -115,12 +115,21 @@ class AlgorithmConfig(Section):
         return self.needs_old_logprobs and not self.rollout_logprobs_as_old
 
     @property
-    def advantages_by_token(self) -> bool:
-        """Returns whether the tokens of one response may have different advantages."""
+    def advantages_by_token(self) -> list[str]:
+        """Returns the settings by which the tokens of one response may have different advantages."""
         advantage = self.advantage
         discounted = isinstance(advantage, ReinforcePlusPlusConfig) and (advantage.discount < 1 or self.kl_in_reward)
-        taught = self.distillation is not None and not self.distillation.objective.in_loss
-        return advantage.by_token or discounted or taught or self.credit.by_turn
+        settings = {
+            f"advantage: {advantage.name}": advantage.by_token or discounted,
+            f"credit: {self.credit.name}": self.credit.by_turn,
+            "distillation: sampled_token": self.teachers_advise,
+        }
+        return [setting for setting, differs in settings.items() if differs]
+
+    @property
+    def teachers_advise(self) -> bool:
+        """Returns whether the teachers' part is in the advantages, not a term of the loss."""
+        return self.distillation is not None and not self.distillation.objective.in_loss
 
     @property
     def skips_groups(self) -> bool:
@@ -151,11 +160,7 @@ class AlgorithmConfig(Section):
             isinstance(a.loss, DivergenceLoss) and a.minibatches * a.epochs == 1 and not a.rollout_logprobs_as_old
         ),
         "energy_of_the_engines": lambda a: a.rollout_logprobs_as_old and a.advantage.reads_energy,
-        "gmpo_by_token": lambda a: (
-            a.loss.name == "gmpo"
-            and a.advantages_by_token
-            and {"by": f"credit: {a.credit.name}" if a.credit.by_turn else a.advantage.name}
-        ),
+        "gmpo_by_token": lambda a: a.loss.name == "gmpo" and (by := a.advantages_by_token) and {"by": by},
         "old_logprobs_without_ratio": lambda a: (
             a.rollout_logprobs_as_old and not a.loss.has_ratio and not a.kl_in_reward
         ),

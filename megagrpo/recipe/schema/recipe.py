@@ -21,7 +21,7 @@ from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, ModelCon
 from megagrpo.recipe.schema.schedule import AsyncConfig, OneStepOffConfig, ScheduleConfig, SyncConfig
 from megagrpo.recipe.schema.teachers import ReferenceTeacherConfig, ServedTeacherConfig, TeacherConfig
 from megagrpo.recipe.schema.train import TRAINING_RULES, TrainConfig, too_long
-from megagrpo.section import Rules, Section, Seed
+from megagrpo.section import Rules, Section, Seed, changed
 
 TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
@@ -46,31 +46,35 @@ def _unused_teachers(recipe: Recipe) -> Iterator[dict[str, object]]:
 
 def _asked_teachers(recipe: Recipe) -> Iterator[dict[str, Any]]:
     """Yields the teachers that answer requests, if the recipe has distillation."""
-    distillation = recipe.algorithm.distillation
-    for name, teacher in recipe.teachers.items():
-        if distillation and not teacher.on_ranks:
-            yield {"name": name, "teacher": teacher, "objective": distillation.objective}
+    for name, teacher in recipe.teachers.items() if recipe.algorithm.distillation else ():
+        if not teacher.on_ranks:
+            yield {"name": name, "teacher": teacher}
+
+
+def _read_more(recipe: Recipe) -> bool:
+    """Returns whether teachers read a system message that the policy does not."""
+    return recipe.taught_tokens_max > recipe.sequence_tokens_max
 
 
 TEACHER_RULES: Rules[Recipe] = {
-    "distillation_without_teachers": lambda r: r.algorithm.distillation is not None and not r.teachers,
+    "distillation_without_teachers": lambda r: r.algorithm.distillation and not r.teachers,
     "teachers_without_distillation": lambda r: r.teachers and r.algorithm.distillation is None,
     "teachers_of_no_row": lambda r: (
-        (taught := r.algorithm.distillation) and len(r.teachers) > 1 and not (taught.by_source or taught.column)
+        len(r.teachers) > 1 and (of := r.algorithm.distillation) and not of.by_source and of.column is None
     ),
     "teacher_of_a_source": _unknown_teachers,
     "teacher_of_no_source": _unused_teachers,
-    "objective_on_ranks": lambda r: (at for at in _asked_teachers(r) if at["objective"].on_ranks),
-    "temperature_of_asked_teachers": lambda r: (at for at in _asked_teachers(r) if r.rollout.temperature != 1),
+    "objective_on_ranks": lambda r: (of := r.algorithm.distillation) and of.objective.on_ranks and _asked_teachers(r),
+    "temperature_of_asked_teachers": lambda r: r.rollout.temperature != 1 and _asked_teachers(r),
     "kept_sets_of_asked_teachers": lambda r: (
         at | {"field": field}
-        for at in _asked_teachers(r)
+        for at in (_asked_teachers(r) if r.algorithm.teachers_advise else ())
         for field in r.rollout.narrowing
-        if at["objective"].name == "sampled_token"
     ),
-    "teachers_system_with_agent": lambda r: r.agent and r.taught_tokens_max > r.sequence_tokens_max,
+    "teachers_system_with_agent": lambda r: _read_more(r) and r.agent,
+    "teachers_system_of_cut_prompts": lambda r: _read_more(r) and r.data.overlong_prompts == "truncate_left",
     "teachers_system_over_context_ranks": lambda r: (
-        r.teachers_on_ranks and r.train.layout.context > 1 and r.taught_tokens_max > r.sequence_tokens_max
+        _read_more(r) and r.teachers_on_ranks and r.train.layout.context > 1
     ),
 }
 
@@ -128,6 +132,12 @@ class Recipe(Section):
         distillation = self.algorithm.distillation
         added = distillation.system_tokens_max if distillation and distillation.system is not None else 0
         return self.sequence_tokens_max + added
+
+    @property
+    def as_teachers_read(self) -> Recipe:
+        """Returns the recipe with prompts as long as teachers read them."""
+        added = self.taught_tokens_max - self.sequence_tokens_max
+        return changed(self, {"data.prompt_tokens_max": self.data.prompt_tokens_max + added})
 
     @property
     def sequence_described(self) -> str:
@@ -242,8 +252,7 @@ class Recipe(Section):
     @property
     def ranks_advise(self) -> bool:
         """Returns whether advantages depend on logprobs of teachers on the ranks."""
-        distillation = self.algorithm.distillation
-        return distillation is not None and not distillation.objective.in_loss and bool(self.teachers_on_ranks)
+        return self.algorithm.teachers_advise and bool(self.teachers_on_ranks)
 
     def teacher_of(self, data_source: str, extra_info: Mapping[str, Any]) -> str | None:
         """Returns the name of a row's teacher, None without one. Raises ValueError for a name that is no text."""

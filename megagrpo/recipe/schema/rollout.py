@@ -120,7 +120,7 @@ class MismatchConfig(Section):
 
 class DynamicSamplingConfig(Section):
     """Replacement of groups that teach nothing, such as those whose responses all have the same score, by those of new
-    prompts (DAPO, arXiv:2503.14476, section 3.2).
+    prompts (DAPO, arXiv:2503.14476, section 3.2). Groups with a teacher teach something.
     """
 
     rounds_max: Annotated[int, Field(ge=1, le=10**6)] = 4
@@ -131,6 +131,7 @@ AlertName = Literal[
     "gradient_not_finite",
     "kl_without_reward",
     "divergence_grows",
+    "no_teacher",
     "entropy_collapse",
     "length_explosion",
     "truncated",
