@@ -120,7 +120,8 @@ class TrainRank(ModelRank):
             self.routes.begin_batch()
         self.passes, self.own_routes = Passes(), None
         self.teachers.begin_batch()
-        if any(one.prompt_of_teacher is not None for one in sequences_of(batch)):
+        of_teachers = (one.prompt_of_teacher for one in sequences_of(batch) if self.recipe.teachers_on_ranks)
+        if any(prompt is not None for prompt in of_teachers):
             has_logits, at_once = self.has_logits, self.microbatches_at_once
             on = self.layout, self.where.context, self.device
             self.read_by_teachers = as_tensors(as_teachers_read(batch), *on, has_logits=has_logits, at_once=at_once)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from megagrpo.algorithm.distillation import FullVocabularyConfig
 from megagrpo.plan.assumptions import Assumptions, Lengths
 from megagrpo.plan.case import Case
 from megagrpo.plan.communication import LinkUse, Seconds, added, sync_time
@@ -325,9 +326,16 @@ def _teaching(case: Case, responses: float, minibatch: BatchSize) -> tuple[Secon
             read = read if advises else replace(read, head_tokens=0.0)  # hidden states alone
             passes |= _named(f"teacher {name}", TrainingRanks(of).forward_seconds(read))
     if algorithm.distillation is not None and not advises:
-        products = FORWARD if recipe.teachers_alone else training_products(recipe.train)
-        update["divergence: output layer"] = TrainingRanks(case).head_seconds(products, minibatch)
-        times = 2 if algorithm.distillation.objective.name == "full_vocabulary" else 1  # logits again, backward
+        head, objective = TrainingRanks(case).head_seconds, algorithm.distillation.objective
+        whole = isinstance(objective, FullVocabularyConfig)
+        mixes = (
+            isinstance(objective, FullVocabularyConfig) and objective.divergence == "jsd"
+        )  # logits of both twice before the backward pass
+        own = mixes * head(FORWARD, minibatch)
+        if recipe.rollout.narrowing:  # the rewards' loss has logits of its own
+            own += head(FORWARD if recipe.teachers_alone else training_products(recipe.train), minibatch)
+        update |= {"divergence: output layer": own} if own else {}
+        times = 1 + whole + mixes  # logits again, backward
         for name, of in heads_again(case).items():  # at its own rows, as if all had equally many
             once = TrainingRanks(of).head_seconds(FORWARD, minibatch.share(1 / len(recipe.teachers)))
             update[f"teacher {name}: output layer"] = times * once

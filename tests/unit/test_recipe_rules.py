@@ -228,7 +228,6 @@ BROKEN: list[tuple[str, list[str]]] = [
     ),
     ("rollout.temperature", [SERVER, DISTILLED, "rollout.temperature=0.9"]),
     ("rollout.top_p", [SERVER, DISTILLED, "rollout.top_p=0.9"]),
-    ("algorithm.credit", [ON_RANKS, DISTILLED, AGENT, BY_TURN]),
     ("rollout.dynamic_sampling", [ON_RANKS, DISTILLED, NO_REWARD, "rollout.dynamic_sampling={}"]),
     ("eval.sets.main.functions", [ON_RANKS, DISTILLED, NO_REWARD, EVAL]),
     ("algorithm.loss.name", [ON_RANKS, DISTILLED, "algorithm.loss.name=gmpo"]),
