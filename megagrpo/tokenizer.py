@@ -102,6 +102,8 @@ def identity(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
     """Returns token ids of rendered texts: the chat template has written the special tokens already."""
+    if not texts:
+        return []
     encoded: Any = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
     return list(encoded["input_ids"])
 

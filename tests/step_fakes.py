@@ -77,6 +77,9 @@ class FakeScorer:
         return {}
 
     def _of(self, group: Group) -> Iterator[Score]:
+        if group.given:
+            yield Score(None, masked="given")
+            return
         values = list(self.scores(number(group.prompt)))
         for value, each in zip(values, self.counted or [()] * len(values), strict=True):
             yield Score(value, counted=each, solved=value is not None and value >= 1)

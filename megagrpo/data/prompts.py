@@ -17,11 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from megagrpo import typed_json
 from megagrpo.algorithm.distillation import DistillationConfig
+from megagrpo.data.assistant import Span, spans, tokens_of
 from megagrpo.data.files import Findings, place
 from megagrpo.data.locations import files_of, size_and_version
 from megagrpo.data.mixture import OVERLAPS_SHOWN, AnyItem, Marked, Mixture, file_labels, mix
 from megagrpo.data.overlap import HeldOut, digests, question, repeated
-from megagrpo.data.rows import AnyRow, Row, SchemaOf, prompt_schema, read, reading
+from megagrpo.data.rows import AnyRow, Row, SchemaOf, prompt_schema, read, reading, text_problems
 from megagrpo.data.store import Cache, Column, Form, Stored, digest, store
 from megagrpo.errors import DataError, ModelError, Problem, first_line
 from megagrpo.progress import progress
@@ -118,7 +119,7 @@ class Reader(Generic[AnyRow, AnyItem]):
 TEXTS = ("data_source", "ground_truth", "ability", "extra_info", "messages", "text")
 """Columns of texts; extra_info and messages are typed_json."""
 PROMPT_COLUMNS = pa.schema(
-    [(name, pa.list_(pa.int32()) if name != "number" else pa.int64()) for name in ("number", "tokens", "taught")]
+    [("number", pa.int64()), *((name, pa.list_(pa.int32())) for name in ("tokens", "taught", "given"))]
     + [(name, pa.string()) for name in TEXTS]
 )
 
@@ -128,7 +129,8 @@ def _prompt(batch: pa.RecordBatch, row: int, name: str) -> Prompt:
     record["extra_info"] = typed_json.loads(record["extra_info"])
     record["messages"] = tuple(typed_json.loads(record["messages"]))
     texts = {text: record[text] for text in TEXTS}
-    return Prompt(id=name, tokens=tuple(record["tokens"]), taught=tuple(record["taught"]), **texts)
+    tokens, taught, given = (tuple(record[ids]) for ids in ("tokens", "taught", "given"))
+    return Prompt(id=name, tokens=tokens, taught=taught, given=given, **texts)
 
 
 def _contents(batch: pa.RecordBatch) -> list[bytes]:
@@ -173,10 +175,10 @@ def load_prompts(
     The id of a prompt is `label:number`. source_problem returns the problem with a row's data_source, like
     RewardConfig.source_problem. held_out: the default entries that data.decontaminate compares with; None for prompts
     that are not trained on, which keep their duplicates and contaminated ones. With a system message of `teaching` they
-    are rendered for teachers as well. Raises DataError with the problems of all files, ModelError if the template is
-    not valid Jinja.
+    are rendered for teachers as well, and with its column they have given responses. Raises DataError with the problems
+    of all files, ModelError if the template is not valid Jinja.
     """
-    reader = _prompt_reader(tokenizer, data, teaching if teaching and teaching.system is not None else None)
+    reader = _prompt_reader(tokenizer, data, teaching)
 
     def part_of(entry: DataFileConfig, path: str, label: str) -> Stored[Prompt]:
         stored = reader.read(path, label, prompt_schema(entry.columns), entry.columns.model_dump(mode="json"))
@@ -195,8 +197,10 @@ def load_prompts(
 def _prompt_reader(
     tokenizer: PreTrainedTokenizerBase, data: DataConfig, teaching: DistillationConfig | None = None
 ) -> Reader[Row, Prompt]:
-    """Returns the reader of prompts. teaching: renders them a second time, with its system message."""
+    """Returns the reader of prompts. teaching: renders them a second time, with its system message; and the responses
+    of its column."""
     system, arguments = data.system_prompt, data.chat_template_arguments
+    column = teaching.given_responses.column if teaching and teaching.given_responses else None
 
     def rendered_twice(rows: list[Row], path: str, findings: Findings) -> list[list[int]]:
         """Returns the tokens that teachers read of each row; none if they read those of the policy."""
@@ -205,11 +209,24 @@ def _prompt_reader(
         merged = [replace(row, messages=with_merged_system(row.messages, system, teaching.system)) for row in rows]
         return encode(tokenizer, render(merged, None, tokenizer, arguments, path, findings))
 
+    def given_response(row: Row, path: str) -> list[Span]:
+        """Returns the rendered response of a row; [] without one. Raises DataError if it is no text."""
+        if column is None or (text := row.extra_info.get(column)) is None:
+            return []
+        at = f"{place(path, row.number)}, {column}"
+        if problems := text_problems(text, at):
+            raise DataError(problems)
+        chat = [*with_system_prompt(row.messages, system), {"role": "assistant", "content": text}]
+        return [*spans(chat, at, tokenizer, arguments, first=len(chat) - 1)][-1:]
+
     def records(rows: list[Row], path: str, findings: Findings) -> Iterator[Column]:
         texts, taught = render(rows, system, tokenizer, arguments, path, findings), rendered_twice(rows, path, findings)
-        if not texts or not taught:
+        responses = rendered(rows, lambda row: given_response(row, path), column or "", path, findings)
+        if not texts or not taught or not responses:
             return
-        for row, text, ids, of_teacher in zip(rows, texts, encode(tokenizer, texts), taught, strict=True):
+        of_given = (response[mask] for response, mask in tokens_of(responses, tokenizer))
+        of_rows = zip(rows, texts, encode(tokenizer, texts), taught, of_given, strict=True)
+        for row, text, ids, of_teacher, response in of_rows:
             if teaching and len(of_teacher) > len(ids) + teaching.system_tokens_max:
                 where, given = f"{place(path, row.number)}: the teachers' prompt", f"{len(of_teacher) - len(ids)} more"
                 needed = f"at most {teaching.system_tokens_max} more tokens (algorithm.distillation.system_tokens_max)"
@@ -227,6 +244,7 @@ def _prompt_reader(
                 "number": row.number,
                 "tokens": np.array(ids, np.int32),
                 "taught": np.array(of_teacher, np.int32),
+                "given": response,
                 "data_source": row.data_source,
                 "ground_truth": row.ground_truth,
                 "ability": row.ability,
@@ -246,7 +264,8 @@ def _prompt_reader(
         truncate="truncate_left",
         cache=Cache(data.cache),
         tokenizer=tokenizer,
-        settings={"system_prompt": system, "arguments": arguments, "taught": teaching and teaching.system},
+        settings={"system_prompt": system, "arguments": arguments}
+        | {"taught": teaching and teaching.system, "given": column},
     )
 
 

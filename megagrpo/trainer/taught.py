@@ -46,7 +46,7 @@ class Taught:
 
 
 def teacher_metrics(taught: Taught | None, groups: Sequence[Group]) -> dict[str, float]:
-    """Returns the mean divergence from teachers, the agreement with them, and the share of tokens that have one.
+    """Returns the mean divergence from teachers, the agreement, and the shares of tokens that have one or are given.
 
     The divergence is also by data source, if there are several. {}: no teachers, or no update.
     """
@@ -54,11 +54,13 @@ def teacher_metrics(taught: Taught | None, groups: Sequence[Group]) -> dict[str,
         return {}
     values = taught.divergence.values
     known = np.isfinite(values)
+    given = np.array([sample.given for group in groups for sample in group.samples], bool)
     metrics = {"teacher/tokens_share": float(known.mean()) if len(known) else 0.0}
     if known.any():
         metrics["teacher/divergence"] = float(values[known].mean())
     if taught.agreement is not None and known.any():
         metrics["teacher/agreement"] = float(taught.agreement.values[known].mean())
+        metrics["teacher/given_share"] = float(given[taught.divergence.row_of_token][known].mean())
     sources = np.repeat([group.prompt.data_source for group in groups], [len(group.samples) for group in groups])
     of_token = sources[taught.divergence.row_of_token]
     for source in sorted(set(sources)) if len(set(sources)) > 1 else ():

@@ -300,7 +300,7 @@ def _with_answers(group: Group, row: int, answers: Mapping[tuple[int, int], tupl
         name, answer = answers.get((row, member), ("", None))
         if isinstance(answer, TeacherTokens):
             samples[member] = replace(samples[member], teacher=answer)
-        elif answer is not None and scores[member].value is not None:
+        elif answer is not None and (scores[member].value is not None or samples[member].given):
             error = f"teacher {name}: {answer[:SHOWN_MAX]}"
-            scores[member] = replace(scores[member], value=None, counted=(), error=error)
+            scores[member] = replace(scores[member], value=None, counted=(), error=error, masked="")
     return replace(group, samples=tuple(samples), scores=tuple(scores))

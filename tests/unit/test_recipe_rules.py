@@ -42,6 +42,8 @@ SERVER = "teachers.t={kind: server, path: x}"
 ON_RANKS = "teachers.t={kind: ranks, path: x}"
 SECOND = "teachers.u={kind: reference}"
 DISTILLED = "algorithm.distillation={}"
+GIVEN = "algorithm.distillation.given_responses={share: 0.5, column: x}"
+GIVEN_TOP = "algorithm.distillation={objective: teacher_top_k, given_responses: {share: 1.0, column: x}}"
 NO_REWARD = "reward.functions=[]"
 
 ALONE = """
@@ -225,6 +227,10 @@ BROKEN: list[tuple[str, list[str]]] = [
         "algorithm.distillation.objective.beta",
         [ON_RANKS, "algorithm.distillation.objective={name: teacher_top_k, beta: 0.3}"],
     ),
+    ("algorithm.distillation.given_responses", [ON_RANKS, GIVEN]),
+    ("algorithm.distillation.given_responses", [ON_RANKS, GIVEN_TOP, "algorithm.advantage=remax"]),
+    ("algorithm.distillation.given_responses", [ON_RANKS, GIVEN_TOP, "algorithm.advantage=gae", "algorithm.critic={}"]),
+    ("algorithm.distillation.given_responses", [ON_RANKS, GIVEN_TOP, AGENT]),
     ("rollout.temperature", [SERVER, DISTILLED, "rollout.temperature=0.9"]),
     ("rollout.top_p", [SERVER, DISTILLED, "rollout.top_p=0.9"]),
     ("algorithm.credit", [ON_RANKS, DISTILLED, AGENT, BY_TURN]),
@@ -299,6 +305,7 @@ def test_a_broken_rule_names_the_field_and_a_fix(field: str, overrides: list[str
         [ON_RANKS, NO_REWARD, "algorithm.distillation.objective=full_vocabulary", "rollout.samples_per_prompt=1"],
         [ON_RANKS, SECOND, "algorithm.distillation={by_source: {a*: t, b: u, c: null}}", "rollout.temperature=0.9"],
         [ON_RANKS, SECOND, "algorithm.distillation.column=teacher", "rollout.top_p=0.9"],
+        [ON_RANKS, GIVEN_TOP],
         [SECOND, DISTILLED, "algorithm.reference={update_every_steps: 1, share: 0.01}", "train.offload=[reference]"],
         [AS_OLD, REINFORCE, KL_IN_REWARD],  # reads the old logprobs
         ["rollout.dynamic_sampling={}", "data.no_resampling_pass_rate=0.9", "reward.overlong={buffer_tokens: 16}"],

@@ -73,6 +73,9 @@ TEACHER_RULES: Rules[Recipe] = {
     "teachers_system_with_agent": lambda r: (
         (distillation := r.algorithm.distillation) is not None and distillation.system is not None and r.agent
     ),
+    "given_with_agent": lambda r: (
+        (distillation := r.algorithm.distillation) is not None and distillation.given_responses and r.agent
+    ),
     "teachers_system_over_context_ranks": lambda r: (
         (distillation := r.algorithm.distillation) is not None
         and distillation.system is not None
