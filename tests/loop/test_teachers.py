@@ -175,9 +175,13 @@ def test_no_sample_is_lost_when_a_teachers_server_ends_or_stands_still(
 def test_a_run_with_teachers_on_its_ranks_continues_and_is_replayed_with_the_same_numbers(
     inputs: Path, tmp_path: Path, ray: Mapping[str, str]
 ) -> None:
-    """Rows of one source learn from another model, which reads a system message; others from the policy's average."""
+    """Rows of one source learn from another model, which reads a system message; others from the policy's average. Half
+    of the first have given responses, some of them longer than sampled ones may be."""
     rows = pq.read_table(inputs / "train.parquet").to_pylist()
-    sources = [row | {"data_source": ("sums", "others")[at % 2]} for at, row in enumerate(rows)]
+    sources = [
+        row | {"data_source": ("sums", "others")[at % 2], "answer": f"={at * 10**at}" if at % 2 == 0 else None}
+        for at, row in enumerate(rows)
+    ]
     pq.write_table(pa.Table.from_pylist(sources), tmp_path / "train.parquet")
     values = small_run.recipe(inputs, tmp_path, "taught")
     values["data"]["train"] = [{"path": str(tmp_path / "train.parquet")}]
@@ -190,12 +194,30 @@ def test_a_run_with_teachers_on_its_ranks_continues_and_is_replayed_with_the_sam
     values["teachers"] = teachers
     values["algorithm"] |= {"reference": {"update_every_steps": 1, "share": 0.2}}
     values["algorithm"]["distillation"] = {"objective": objective, "by_source": by_source, "system": "1"}
+    values["algorithm"]["distillation"]["given_responses"] = {"share": 0.5, "column": "answer"}
+    values["algorithm"]["correction"] = {"weights": {"name": "sequence"}}
     values["checkpoint"] |= {"keep_batches": small_run.STEPS}
     small_run.train(small_run.write(values, tmp_path), environment=ray)
     directory = tmp_path / "taught"
     whole = small_run.metrics(directory)
     for step in (1, 4):
         assert 0 < whole[step]["teacher/divergence/others"] < whole[step]["teacher/divergence/sums"]
+
+    tokenizer, longest, given = make_tokenizer(), values["rollout"]["response_tokens_max"], 0
+    mismatches = {line["step"]: line["tokens"] for line in map(json.loads, (directory / "mismatch.jsonl").open())}
+    for step in range(1, small_run.STEPS + 1):
+        groups = read_batch(directory, step).sampled.groups
+        answers = [group for group in groups if group.given]
+        given += len(answers)
+        sampled = sum(len(sample.tokens) for group in groups if not group.given for sample in group.samples)
+        assert mismatches[step] == sampled
+        of_given = sum(len(group.samples[0].tokens) for group in answers)
+        assert whole[step]["teacher/given_share"] == pytest.approx(of_given / (of_given + sampled))
+        for group in answers:
+            whole_answer = [*tokenizer.encode(group.prompt.extra_info["answer"]), tokenizer.eos_token_id]
+            assert group.samples[0].tokens.tolist() == whole_answer[:longest]
+            assert group.prompt.data_source == "sums"
+    assert 0 < given < 2 * small_run.STEPS
 
     shutil.rmtree(directory / "checkpoints" / "step_000004")
     printed = small_run.train(directory, "--step", "4", command="replay", environment=ray)
