@@ -100,7 +100,8 @@ class GivenConfig(Section):
     """Responses of the data in place of sampled ones (GKD, arXiv:2306.13649): they learn from their teacher alone."""
 
     share: Fraction
-    """Chance of each prompt of a step to have its row's response, and no other. The seed and the step decide."""
+    """Chance of each prompt that begins to have its row's response, and no other. The seed and the step decide. What
+    dynamic sampling or oversampling drops is always sampled: given responses are then more of what is trained on."""
 
     column: str
     """Column of the data, one of extra_info's, with the response: the assistant's text, which the chat template

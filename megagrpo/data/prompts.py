@@ -197,8 +197,7 @@ def load_prompts(
 def _prompt_reader(
     tokenizer: PreTrainedTokenizerBase, data: DataConfig, teaching: DistillationConfig | None = None
 ) -> Reader[Row, Prompt]:
-    """Returns the reader of prompts. teaching: renders them a second time, with its system message; and the responses
-    of its column."""
+    """Returns the reader of prompts. teaching: renders them again, with its system message, and given responses."""
     system, arguments = data.system_prompt, data.chat_template_arguments
     column = teaching.given_responses.column if teaching and teaching.given_responses else None
 
@@ -209,23 +208,12 @@ def _prompt_reader(
         merged = [replace(row, messages=with_merged_system(row.messages, system, teaching.system)) for row in rows]
         return encode(tokenizer, render(merged, None, tokenizer, arguments, path, findings))
 
-    def given_response(row: Row, path: str) -> list[Span]:
-        """Returns the rendered response of a row; [] without one. Raises DataError if it is no text."""
-        if column is None or (text := row.extra_info.get(column)) is None:
-            return []
-        at = f"{place(path, row.number)}, {column}"
-        if problems := text_problems(text, at):
-            raise DataError(problems)
-        chat = [*with_system_prompt(row.messages, system), {"role": "assistant", "content": text}]
-        return [*spans(chat, at, tokenizer, arguments, first=len(chat) - 1)][-1:]
-
     def records(rows: list[Row], path: str, findings: Findings) -> Iterator[Column]:
         texts, taught = render(rows, system, tokenizer, arguments, path, findings), rendered_twice(rows, path, findings)
-        responses = rendered(rows, lambda row: given_response(row, path), column or "", path, findings)
+        responses = given_responses(rows, column, system, tokenizer, arguments, path, findings)
         if not texts or not taught or not responses:
             return
-        of_given = (response[mask] for response, mask in tokens_of(responses, tokenizer))
-        of_rows = zip(rows, texts, encode(tokenizer, texts), taught, of_given, strict=True)
+        of_rows = zip(rows, texts, encode(tokenizer, texts), taught, responses, strict=True)
         for row, text, ids, of_teacher, response in of_rows:
             if teaching and len(of_teacher) > len(ids) + teaching.system_tokens_max:
                 where, given = f"{place(path, row.number)}: the teachers' prompt", f"{len(of_teacher) - len(ids)} more"
@@ -264,8 +252,7 @@ def _prompt_reader(
         truncate="truncate_left",
         cache=Cache(data.cache),
         tokenizer=tokenizer,
-        settings={"system_prompt": system, "arguments": arguments}
-        | {"taught": teaching and teaching.system, "given": column},
+        settings={"system_prompt": system, "arguments": arguments, "taught": [teaching and teaching.system, column]},
     )
 
 
@@ -358,6 +345,31 @@ def render(
         return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **arguments))
 
     return rendered(rows, text_of, "prompt", path, findings)
+
+
+def given_responses(
+    rows: Sequence[Row],
+    column: str | None,
+    system: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: Mapping[str, Any],
+    path: str,
+    findings: Findings,
+) -> list[np.ndarray]:
+    """Returns the tokens of the responses that rows have in a column, none of rows without; [] if there are findings,
+    such as responses that are no texts."""
+
+    def spans_of(row: Row) -> list[Span]:
+        if column is None or (text := row.extra_info.get(column)) is None:
+            return []
+        at = f"{place(path, row.number)}, {column}"
+        if problems := text_problems(text, at):
+            raise DataError(problems)
+        chat = [*with_system_prompt(row.messages, system), {"role": "assistant", "content": text}]
+        return [*spans(chat, at, tokenizer, arguments, first=len(chat) - 1)][-1:]
+
+    whole = rendered(rows, spans_of, column or "", path, findings)
+    return [tokens[mask] for tokens, mask in tokens_of(whole, tokenizer)]
 
 
 def rendered(
