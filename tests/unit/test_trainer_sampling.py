@@ -316,6 +316,21 @@ def test_a_replay_samples_each_token_with_the_weights_that_its_run_sampled_it_wi
         read_schedule(tmp_path, recipe)
 
 
+@pytest.mark.parametrize("shares", [("0.2", "1.0"), ("1.0", "0.2"), ("1.0", "0.0001")])
+def test_groups_go_on_when_another_share_of_the_responses_is_given(shares: tuple[str, str], tmp_path: Path) -> None:
+    before, after = (recipe_with(*ASYNC, *GIVEN.replace("0.2", share).split("; ")) for share in shares)
+    with in_background(before) as run:
+        run.sampling.resume()
+        with run.rollouts.changed:
+            run.rollouts.work()
+        pending = written(run.sampling.pending(), tmp_path)
+    with in_background(after, pending) as again:
+        groups = [group for sampled in trained(again, [1, 2]) for group in sampled.groups]
+    per_step, samples = after.rollout.prompts_per_step, after.rollout.samples_per_prompt
+    assert len(groups) == 2 * per_step
+    assert all(len(group.samples) == (1 if group.given else samples) for group in groups)
+
+
 @pytest.mark.parametrize("schedule", [ASYNC, ("rollout.response_tokens_max=24",)], ids=["async", "sync"])
 def test_unfinished_samples_of_a_checkpoint_go_on_after_their_tokens_unless_groups_have_one_version(
     schedule: tuple[str, ...], tmp_path: Path
