@@ -29,7 +29,6 @@ FIXED: Mapping[str, str] = {
     "train.optimizer.kind": "the checkpoint holds the state of this optimizer",
     "train.lora": "the checkpoint holds these adapters, or a model without any",
     "algorithm.advantage": "metrics before and after would measure different things",
-    "algorithm.distillation.given_responses.column": "prompts that were drawn have their responses of this column",
     "algorithm.reference.update_every_steps": "a checkpoint holds the reference policy only if it follows",
 }
 """Settings that must not change, and why. All others may: layout, learning rate, run length, devices, evaluation, …"""

@@ -73,13 +73,14 @@ def given_sample(recipe: Recipe, prompt: Prompt, step: int) -> Sample | None:
     rollout.response_tokens_max."""
     distillation = recipe.algorithm.distillation
     given = distillation and distillation.given_responses
-    if not given or not prompt.given or recipe.teacher_of(prompt.data_source, prompt.extra_info) is None:
+    text = prompt.extra_info.get(given.column) if given and prompt.given else None
+    if not given or text is None or recipe.teacher_of(prompt.data_source, prompt.extra_info) is None:
         return None
     if sample_seed(recipe.seed, step, prompt.id, GIVEN) >= given.share * 2**SEED_BITS:
         return None
     tokens = np.array(prompt.given[: recipe.rollout.response_tokens_max], np.int32)
-    logprobs, text = np.full(len(tokens), np.nan, np.float32), str(prompt.extra_info[given.column])
-    return Sample(prompt.id, 0, tokens, logprobs, np.zeros_like(tokens), "given", text)
+    logprobs = np.full(len(tokens), np.nan, np.float32)
+    return Sample(prompt.id, 0, tokens, logprobs, np.zeros_like(tokens), "given", str(text))
 
 
 def evaluation_requests(recipe: Recipe, held_out: EvalSet, prompts: Sequence[Prompt]) -> list[list[Request]]:
