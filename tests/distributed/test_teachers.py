@@ -243,7 +243,7 @@ def test_given_responses_add_their_divergence_and_reach_no_other_term_correction
     alone = {"aggregation": "token_sum", "kl": {"coefficient": 0.0}}
     mixed, sampled = [], []
     for one in case.sequences:
-        if one.row % 6 == 0:
+        if one.row in (3, 6):
             mixed.append(replace(one, given=True, rollout_logprobs=np.full(len(one.tokens), np.nan, np.float32)))
         else:
             mixed.append(one)
