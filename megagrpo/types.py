@@ -15,9 +15,9 @@ from megagrpo.routes import Routes
 GATHERED_IDS = 512
 """Most ids of a set whose rows are gathered. Per id this moves a row of hidden numbers several times, for which a
 product with more rows takes as long."""
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "given"]
 """The reason why a response ended: a stop token was sampled, the token limit was reached, or the engine gave it up, at
-a time limit or because it was asked to."""
+a time limit or because it was asked to. given: it is its row's own (algorithm.distillation.given_responses)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,9 @@ class Prompt:
     """The messages rendered by the chat template, before they became tokens (and before the cut)."""
     taught: tuple[int, ...] = ()
     """The tokens that teachers read in place of `tokens` (algorithm.distillation.system). (): the same."""
+
+    given: tuple[int, ...] = ()
+    """The tokens of the row's own response (algorithm.distillation.given_responses). (): none."""
 
     def content(self) -> bytes:
         """Returns answer and tokens as bytes, which must be the same when a run resumes."""
@@ -160,7 +163,7 @@ class Sample:
 
     A sampled stop token is part of `tokens` (the policy must learn to stop). A rollout of an agent has the tokens of
     all its turns end to end, turn after turn as in `agent.turns`; `agent.branches` say what was read between them.
-    `text` is then the last answer.
+    `text` is then the last answer. Of a given response logprobs are NaN, and versions 0.
     """
 
     prompt_id: str
@@ -174,6 +177,11 @@ class Sample:
     routes: Routes | None = None  # of prompt and response; those of an agent's rollout are in its branches
     kept: KeptSets | None = None  # None: drawn from the whole vocabulary
     teacher: TeacherTokens | None = None  # of a teacher that answers requests
+
+    @property
+    def given(self) -> bool:
+        """Returns whether it is a response of the data, which the policy did not sample."""
+        return self.finish == "given"
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +238,11 @@ class Group:
     scores: tuple[Score, ...] = ()
     baseline: Sample | None = None  # the greedy response, with which remax compares the samples
     baseline_score: Score | None = None
+
+    @property
+    def given(self) -> bool:
+        """Returns whether its only sample is a given response."""
+        return any(sample.given for sample in self.samples)
 
     @property
     def responses(self) -> tuple[Sample, ...]:

@@ -59,6 +59,7 @@ VALUES: dict[str, list[Any]] = {
     "DataFileConfig.arguments": [{"max_terms": 2}],
     "DistillationConfig.by_source": [{"su*": "one"}],
     "DistillationConfig.system": ["1"],
+    "GivenConfig.column": ["ground_truth"],
     "EarlyStoppingConfig.metric": ["sums/mean@1"],
     "EarlyStoppingConfig.target": [3.0],
     "MLflowConfig.uri": ["sqlite:///{output}/other.db"],
@@ -135,6 +136,10 @@ WITH: dict[str, Values] = {
     ".algorithm.credit": {"agent": AGENT, "agent.tokens_max": 60, "reward.functions": [{"function": "agent"}]},
     ".algorithm.critic": {"algorithm.advantage": "gae"},
     ".algorithm.distillation": {"teachers": {"one": {"kind": "reference"}}},
+    ".algorithm.distillation=DistillationConfig.given": {
+        "algorithm.distillation.objective": "full_vocabulary",
+        "data.train": [{"path": "{inputs}/train.parquet", "columns": {"extra_info": ["reward_model.ground_truth"]}}],
+    },
     ".algorithm.kl.horizon": {"algorithm.kl.target": 0.1, "algorithm.kl.placement": "reward"},
     ".algorithm.kl.target": {"algorithm.kl.placement": "reward"},
     ".cluster.engine_devices": {"cluster.placement": "disaggregated"},

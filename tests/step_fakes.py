@@ -19,6 +19,7 @@ from megagrpo.batching.work import TOKENS
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.cluster.stopping import Stopping
 from megagrpo.data.cursor import Cursor
+from megagrpo.reward.scorer import GIVEN
 from megagrpo.trainer.run import PhaseClock, Run
 from megagrpo.trainer.run_loop import Loop
 from megagrpo.trainer.schedule import Live
@@ -77,6 +78,9 @@ class FakeScorer:
         return {}
 
     def _of(self, group: Group) -> Iterator[Score]:
+        if group.given:
+            yield Score(None, masked=GIVEN)
+            return
         values = list(self.scores(number(group.prompt)))
         for value, each in zip(values, self.counted or [()] * len(values), strict=True):
             yield Score(value, counted=each, solved=value is not None and value >= 1)

@@ -91,6 +91,18 @@ ObjectiveConfig = Annotated[
 ]
 
 
+class GivenConfig(Section):
+    """Responses of the data in place of sampled ones (GKD, arXiv:2306.13649): they learn from their teacher alone."""
+
+    share: Fraction
+    """Chance of each prompt that begins to have its row's response, and no other. The seed and the step decide. What
+    dynamic sampling or oversampling drops is always sampled: given responses are then more of what is trained on."""
+
+    column: str
+    """Column of the data, one of extra_info's, with the response: the assistant's text, which the chat template
+    renders. Rows without it, or without a teacher, are always sampled."""
+
+
 class DistillationConfig(Section):
     """Learning from `teachers`: alone, or beside rewards."""
 
@@ -116,9 +128,16 @@ class DistillationConfig(Section):
     system_tokens_max: Tokens = 1024
     """Most tokens that `system` adds to a prompt."""
 
+    given_responses: GivenConfig | None = None
+    """Responses that are given, not sampled. null: all are sampled."""
+
     failed_share_max: Fraction = 0.5
     """The run ends if teachers fail on a larger share of a step's responses that they were asked about. A response on
     which its teacher failed is masked and counted."""
+
+    RULES: ClassVar[Rules[DistillationConfig]] = {
+        "given_without_divergence": lambda d: d.given_responses is not None and not d.objective.in_loss
+    }
 
     def taught(self, advantages: Advantages, student: Ragged, teacher: Ragged) -> Advantages:
         """Returns advantages with weight x (log q - log p) added to each token that has a teacher.

@@ -448,6 +448,7 @@ class ObjectiveInputs(PolicyInputs):
     reference_logprobs: Tensor | None  # None: no KL term, no estimate
     importance: Tensor | None = None  # of the policy's loss, from correction.py; None: 1
     divergence: Tensor | None = None  # from teachers
+    given: Tensor | None = None  # bool: tokens with no other term than the divergence; None: all were sampled
 
 
 @dataclass(frozen=True)
@@ -470,31 +471,30 @@ def grpo_objective(
     divergence_coefficient: float = 0.0,
 ) -> Objective:
     """Sums weight x (importance x policy loss + kl_coefficient x KL - entropy_coefficient x entropy +
-    divergence_coefficient x divergence) over tokens.
+    divergence_coefficient x divergence) over tokens; of given tokens the divergence alone.
 
-    kl_coefficient: this step's, of the loss term; 0 when the penalty is in the reward.
-    GRPO, arXiv:2402.03300, eq. 3, negated. KL is estimated whenever reference logprobs are there, so that it can be
-    reported. Raises ValueError if kl_coefficient needs them and they are not, or an entropy bonus has no entropies.
+    kl_coefficient: this step's, of the loss term; 0 when the penalty is in the reward. GRPO, arXiv:2402.03300, eq. 3,
+    negated. KL is estimated, to be reported, whenever reference logprobs are there. Raises ValueError if kl_coefficient
+    needs them and they are not, or an entropy bonus has no entropies.
     """
     if kl_coefficient and inputs.reference_logprobs is None:
         raise ValueError("a KL term without reference logprobs")
-    used = inputs.weights != 0
+    used, old = inputs.weights != 0, inputs.old_logprobs
+    sampled = used if inputs.given is None else used & ~inputs.given
     # NaN in a token that a correction left out, times a weight of 0, would still be NaN: in the loss and its gradient.
-    old = inputs.old_logprobs
-    inputs = replace(inputs, old_logprobs=old.where(used | old.isfinite(), inputs.logprobs.detach()))
+    inputs = replace(inputs, old_logprobs=old.where(sampled | old.isfinite(), inputs.logprobs.detach()))
     policy = method.of_tokens(inputs)
     per_token = policy.loss if inputs.importance is None else inputs.importance * policy.loss
-    policy_term = (inputs.weights * per_token.detach()).where(used, 0.0)
-    kl = None
-    if inputs.reference_logprobs is not None:
-        how = kl_settings.estimator, kl_settings.straight_through
-        kl = kl_estimate(inputs.logprobs, inputs.reference_logprobs, *how)
+    policy_term = (inputs.weights * per_token.detach()).where(sampled, 0.0)
+    reference, kl = inputs.reference_logprobs, None
+    if reference is not None:
+        kl = kl_estimate(inputs.logprobs, reference, kl_settings.estimator, kl_settings.straight_through)
         if kl_coefficient:
             per_token = per_token + kl_coefficient * kl
     if entropy_coefficient:
         if inputs.entropy is None:
             raise ValueError("an entropy bonus without entropies")
         per_token = per_token - entropy_coefficient * inputs.entropy
-    per_token = per_token if inputs.divergence is None else per_token + divergence_coefficient * inputs.divergence
-    loss = (inputs.weights * per_token).where(used, 0.0).sum()
+    divergence = 0.0 if inputs.divergence is None else divergence_coefficient * inputs.divergence
+    loss = (inputs.weights * (per_token.where(sampled, 0.0) + divergence)).where(used, 0.0).sum()
     return Objective(loss, policy, policy_term, None if kl is None else kl.detach())

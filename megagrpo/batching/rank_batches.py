@@ -28,7 +28,7 @@ class TrainSequence:
 
     `loss_mask[t]` says whether the policy chose token t (prompt and tool tokens are given); these are its response
     tokens, with gaps between an agent's turns. `rollout_logprobs[t]` is the engine's logprob of token t, 0 where
-    loss_mask is False. `routes` has a row for each token but the last.
+    loss_mask is False, NaN in given responses. `routes` has a row for each token but the last.
     """
 
     tokens: np.ndarray  # int64 [tokens]
@@ -42,6 +42,7 @@ class TrainSequence:
     teacher: int = -1  # the place of its teacher among the recipe's; -1: none
     taught: TeacherTokens | None = None  # of its response tokens, by a teacher that has been asked
     prompt_of_teacher: np.ndarray | None = None  # int64, what teachers read before the response; None: the same
+    given: bool = False  # its response is of the data: it learns from its teacher alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,8 +82,8 @@ NEEDED = "a whole file of groups, as this version writes them"
 FIX = "restore the file, or make it again"
 PACKED = {"extra_info": "extra_info", "messages": "a message", "events": "an event"}
 """Fields whose values are written as in typed_json, and their names in errors."""
-OPTIONAL: Mapping[str, Any] = {"baseline": None, "baseline_score": None, "taught": ()}
-"""Defaults of the fields that a group's JSON may lack: files of earlier formats have no `taught`."""
+OPTIONAL: Mapping[str, Any] = {"baseline": None, "baseline_score": None, "taught": (), "given": ()}
+"""Defaults of the fields that a group's JSON may lack: files of earlier formats have neither `taught` nor `given`."""
 PENDING = "pending.safetensors"
 """In a checkpoint's rank directory."""
 

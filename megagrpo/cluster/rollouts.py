@@ -23,8 +23,8 @@ from megagrpo.errors import REPORT, EngineError, MegagrpoError, Problem
 from megagrpo.progress import progress
 from megagrpo.rollout.engine import MemoryTag
 from megagrpo.rollout.pool import Order, Pool
-from megagrpo.rollout.requests import evaluation_requests, training_requests
-from megagrpo.types import Group, Prompt, Request, Sample
+from megagrpo.rollout.requests import evaluation_requests, training_order
+from megagrpo.types import Group, Prompt, Sample
 
 if TYPE_CHECKING:
     from megagrpo.cluster.agent_turns import AgentTurns
@@ -165,15 +165,16 @@ class Rollouts:
         self.engines.give_up()
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
-        """Generates the training_requests of a step. Returns groups in the order of the prompts."""
-        return self._groups(prompts, [training_requests(self._recipe, prompt, step) for prompt in prompts])
+        """Generates the training orders of a step. Returns groups in the order of the prompts."""
+        return self._groups([self.order(prompt, step) for prompt in prompts])
 
     def generate_for_evaluation(self, prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, list[Group]]:
         """Generates responses to the prompts of evaluation sets. Returns groups by the sets' names. The seeds are the
         same at every evaluation, so that only the weights differ."""
         sets = self._recipe.eval.of_sets()
         requests = [evaluation_requests(self._recipe, sets[name], of_set) for name, of_set in prompts.items()]
-        groups = iter(self._groups(list(chain(*prompts.values())), list(chain(*requests))))
+        pairs = zip(chain(*prompts.values()), chain(*requests), strict=True)
+        groups = iter(self._groups([Order(of_prompt, prompt=prompt) for prompt, of_prompt in pairs]))
         return {name: list(islice(groups, len(of_set))) for name, of_set in prompts.items()}
 
     def release_memory(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> bool:
@@ -201,8 +202,8 @@ class Rollouts:
         return bool(up)
 
     def order(self, prompt: Prompt, step: int, on_complete: Callable[[Order], None] = lambda order: None) -> Order:
-        """Returns an order of a prompt's training rollouts, with the seeds of a step. `add` starts it."""
-        return Order(training_requests(self._recipe, prompt, step), on_complete, prompt)
+        """Returns the training_order of a prompt. `add` starts it."""
+        return training_order(self._recipe, prompt, step, on_complete)
 
     def add(self, orders: Sequence[Order], *, first: bool = False) -> None:
         """Queues orders, or resumes withdrawn ones. first: before all that wait."""
@@ -309,11 +310,11 @@ class Rollouts:
 
     # --- orders of a step or an evaluation ----------------------------------------------------------------------------
 
-    def _groups(self, prompts: Sequence[Prompt], requests: Sequence[list[Request]]) -> list[Group]:
-        """Generates responses to these requests of each prompt, waits for all, and returns the prompts' groups."""
-        orders = [Order(of_prompt, prompt=prompt) for prompt, of_prompt in zip(prompts, requests, strict=True)]
+    def _groups(self, orders: Sequence[Order]) -> list[Group]:
+        """Generates responses to these orders, waits for all, and returns the prompts' groups."""
         self.add(orders, first=True)  # the caller waits for them, but not for requests of background sampling
-        with ExitStack() as undoing, progress("generating", sum(map(len, requests)), "responses") as work:
+        count = sum(len(order.requests) for order in orders)
+        with ExitStack() as undoing, progress("generating", count, "responses") as work:
             undoing.callback(self.drop, orders)
 
             def all_complete() -> bool:

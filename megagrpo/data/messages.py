@@ -15,32 +15,15 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
+from megagrpo.data.assistant import Messages, Span, spans, tokens_of
 from megagrpo.data.files import Findings, Record, place
 from megagrpo.data.mixture import Mixture, mix
 from megagrpo.data.prompts import Reader, rendered
 from megagrpo.data.rows import given_fields, message_problems, simple_schema
 from megagrpo.data.store import Cache, Column, Form
-from megagrpo.errors import DataError, Problem, brief
+from megagrpo.errors import Problem, brief
 from megagrpo.recipe.schema import ConversationFileConfig
 from megagrpo.recipe.schema.sft import SftDataConfig
-from megagrpo.tokenizer import encode
-
-Messages = Sequence[Mapping[str, Any]]
-Span = tuple[str, bool]
-"""Rendered text, and whether it is the assistant's."""
-SHOWN_CHARACTERS = 30
-EARLIER_CHANGES = (
-    "the chat template changes earlier messages when later ones follow",
-    "as it is up to this message",
-    "end each row after one assistant message, or use a template that only appends (model.chat_template)",
-)
-"""A cause, a description of the text that is rendered without what follows, and a fix."""
-PROMPT_DIFFERS = (  # R1's prompts end in <think>
-    "the generation prompt (add_generation_prompt) is not how the chat template writes this message",
-    "as the assistant is prompted for it",
-    "put the added text into the assistant's content, or choose a template or template arguments that add "
-    "nothing (model.chat_template, data.chat_template_arguments)",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +55,17 @@ def load_examples(
 
     Raises DataError with the problems of all files, ModelError if the template is not valid Jinja.
     """
-    special = frozenset(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
-    special |= frozenset(tokenizer.all_special_ids)
     arguments = data.chat_template_arguments
 
     def records(rows: list[Conversation], path: str, findings: Findings) -> Iterator[Column]:
-        pieces = rendered(rows, lambda row: list(_pieces(row, path, tokenizer, arguments)), "messages", path, findings)
+        def spans_of(row: Conversation) -> list[Span]:
+            given = {**arguments, "tools": list(row.tools)} if row.tools else arguments
+            return [*spans(row.messages, place(path, row.number), tokenizer, given)]
+
+        pieces = rendered(rows, spans_of, "messages", path, findings)
         if not pieces:
             return
-        for row, (tokens, loss_mask) in zip(rows, _tokens(pieces, tokenizer, special), strict=True):
+        for row, (tokens, loss_mask) in zip(rows, tokens_of(pieces, tokenizer), strict=True):
             yield {"number": row.number, "tokens": tokens, "loss_mask": loss_mask}
 
     def shortened(record: Column) -> Column | None:
@@ -118,70 +103,6 @@ EXAMPLE_FORM: Form[Example] = Form(
     _example,
     lambda batch: [_example(batch, row, "").content() for row in range(batch.num_rows)],
 )
-
-
-def _pieces(
-    row: Conversation, path: str, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
-) -> Iterator[Span]:
-    """Yields the rendered conversation, cut where the assistant's turns begin and end.
-
-    Raises DataError unless each prompt that the assistant would be given is a prefix of the whole.
-    """
-    given = {**arguments, "tools": list(row.tools)} if row.tools else arguments
-
-    def render(until: int, prompt: bool) -> str:
-        chat: Any = list(row.messages[:until])
-        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt, **given))
-
-    whole = render(len(row.messages), False)
-    done = 0
-    for turn, message in enumerate(row.messages):
-        if message["role"] != "assistant":
-            continue
-        before = render(turn, True)
-        through = whole if turn == len(row.messages) - 1 else render(turn + 1, False)
-        where = f"{place(path, row.number)}, messages[{turn}]: which tokens are the assistant's is not known"
-        if whole.startswith(through) and not whole.startswith(before):
-            raise DataError(_no_prefix(where, before, whole, PROMPT_DIFFERS))
-        for beginning in (before, through):
-            if not whole.startswith(beginning) or len(beginning) <= done:
-                raise DataError(_no_prefix(where, beginning, whole, EARLIER_CHANGES))
-        if len(through) <= len(before):
-            raise DataError(_no_prefix(where, before, through, EARLIER_CHANGES))
-        yield whole[done : len(before)], False
-        yield whole[len(before) : len(through)], True
-        done = len(through)
-
-
-def _no_prefix(where: str, beginning: str, whole: str, because: tuple[str, str, str]) -> Problem:
-    """Returns the problem that the first messages are rendered as `beginning`, and otherwise in the `whole`."""
-    pairs = enumerate(zip(beginning, whole, strict=False))
-    differs = next((i for i, (a, b) in pairs if a != b), len(whole))
-    shown = slice(max(0, differs - SHOWN_CHARACTERS), differs + SHOWN_CHARACTERS)
-    cause, beginning_is, fix = because
-    given = f"{whole[shown]!r} in the whole conversation from character {shown.start} on"
-    return Problem(f"{where}, because {cause}", given, f"{beginning[shown]!r}, {beginning_is}", fix)
-
-
-def _tokens(
-    conversations: Sequence[Sequence[Span]], tokenizer: PreTrainedTokenizerBase, special: frozenset[int]
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the tokens of each conversation, int32 [tokens], and their loss mask, bool [tokens].
-
-    Pieces are encoded one by one, as when the assistant is asked: no token is part prompt and part response.
-    """
-    encoded = iter(encode(tokenizer, [text for pieces in conversations for text, _ in pieces]))
-    for pieces in conversations:
-        tokens, masks = [], []
-        for _, assistants in pieces:
-            ids = next(encoded)
-            tokens.append(np.array(ids, np.int32))
-            masks.append(np.zeros(len(ids), bool))
-            if assistants:  # without the white space that a template puts after the turn's end token
-                end = max((i for i, token in enumerate(ids, 1) if token in special), default=len(ids))
-                after = str(tokenizer.decode(ids[end:])) if end < len(ids) else ""
-                masks[-1][: len(ids) if after.strip() else end] = True
-        yield np.concatenate(tokens), np.concatenate(masks)
 
 
 def _row(record: Record, number: int, where: str) -> Conversation | list[Problem]:

@@ -17,11 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from megagrpo import typed_json
 from megagrpo.algorithm.distillation import DistillationConfig
+from megagrpo.data.assistant import Span, spans, tokens_of
 from megagrpo.data.files import Findings, place
 from megagrpo.data.locations import files_of, size_and_version
 from megagrpo.data.mixture import OVERLAPS_SHOWN, AnyItem, Marked, Mixture, file_labels, mix
 from megagrpo.data.overlap import HeldOut, digests, question, repeated
-from megagrpo.data.rows import AnyRow, Row, SchemaOf, prompt_schema, read, reading
+from megagrpo.data.rows import AnyRow, Row, SchemaOf, prompt_schema, read, reading, text_problems
 from megagrpo.data.store import Cache, Column, Form, Stored, digest, store
 from megagrpo.errors import DataError, ModelError, Problem, first_line
 from megagrpo.progress import progress
@@ -118,7 +119,7 @@ class Reader(Generic[AnyRow, AnyItem]):
 TEXTS = ("data_source", "ground_truth", "ability", "extra_info", "messages", "text")
 """Columns of texts; extra_info and messages are typed_json."""
 PROMPT_COLUMNS = pa.schema(
-    [(name, pa.list_(pa.int32()) if name != "number" else pa.int64()) for name in ("number", "tokens", "taught")]
+    [("number", pa.int64()), *((name, pa.list_(pa.int32())) for name in ("tokens", "taught", "given"))]
     + [(name, pa.string()) for name in TEXTS]
 )
 
@@ -128,7 +129,8 @@ def _prompt(batch: pa.RecordBatch, row: int, name: str) -> Prompt:
     record["extra_info"] = typed_json.loads(record["extra_info"])
     record["messages"] = tuple(typed_json.loads(record["messages"]))
     texts = {text: record[text] for text in TEXTS}
-    return Prompt(id=name, tokens=tuple(record["tokens"]), taught=tuple(record["taught"]), **texts)
+    tokens, taught, given = (tuple(record[ids]) for ids in ("tokens", "taught", "given"))
+    return Prompt(id=name, tokens=tokens, taught=taught, given=given, **texts)
 
 
 def _contents(batch: pa.RecordBatch) -> list[bytes]:
@@ -173,10 +175,10 @@ def load_prompts(
     The id of a prompt is `label:number`. source_problem returns the problem with a row's data_source, like
     RewardConfig.source_problem. held_out: the default entries that data.decontaminate compares with; None for prompts
     that are not trained on, which keep their duplicates and contaminated ones. With a system message of `teaching` they
-    are rendered for teachers as well. Raises DataError with the problems of all files, ModelError if the template is
-    not valid Jinja.
+    are rendered for teachers as well, and with its column they have given responses. Raises DataError with the problems
+    of all files, ModelError if the template is not valid Jinja.
     """
-    reader = _prompt_reader(tokenizer, data, teaching if teaching and teaching.system is not None else None)
+    reader = _prompt_reader(tokenizer, data, teaching)
 
     def part_of(entry: DataFileConfig, path: str, label: str) -> Stored[Prompt]:
         stored = reader.read(path, label, prompt_schema(entry.columns), entry.columns.model_dump(mode="json"))
@@ -195,9 +197,9 @@ def load_prompts(
 def _prompt_reader(
     tokenizer: PreTrainedTokenizerBase, data: DataConfig, teaching: DistillationConfig | None = None
 ) -> Reader[Row, Prompt]:
-    """Returns the reader of prompts. teaching: renders them a second time, with its system message."""
+    """Returns the reader of prompts. teaching: renders them again, with its system message, and given responses."""
     system, arguments = data.system_prompt, data.chat_template_arguments
-    of_teachers = teaching and [teaching.system, teaching.system_tokens_max]
+    column = teaching.given_responses.column if teaching and teaching.given_responses else None
 
     def rendered_twice(rows: list[Row], path: str, findings: Findings) -> list[list[int]]:
         """Returns the tokens that teachers read of each row; none if they read those of the policy."""
@@ -209,9 +211,9 @@ def _prompt_reader(
     def records(rows: list[Row], path: str, findings: Findings) -> Iterator[Column]:
         texts = render(rows, system, tokenizer, arguments, path, findings)
         taught = rendered_twice(rows, path, findings) if texts else []
-        if not taught:
-            return
-        for row, text, ids, of_teacher in zip(rows, texts, encode(tokenizer, texts), taught, strict=True):
+        responses = given_responses(rows, column, system, tokenizer, arguments, path, findings) if taught else []
+        read = zip(rows, texts, encode(tokenizer, texts), taught, responses, strict=True) if responses else ()
+        for row, text, ids, of_teacher, response in read:
             if teaching and len(of_teacher) > len(ids) + teaching.system_tokens_max:
                 where, given = f"{place(path, row.number)}: the teachers' prompt", f"{len(of_teacher) - len(ids)} more"
                 needed = f"at most {teaching.system_tokens_max} more tokens (algorithm.distillation.system_tokens_max)"
@@ -229,6 +231,7 @@ def _prompt_reader(
                 "number": row.number,
                 "tokens": np.array(ids, np.int32),
                 "taught": np.array(of_teacher, np.int32),
+                "given": response,
                 "data_source": row.data_source,
                 "ground_truth": row.ground_truth,
                 "ability": row.ability,
@@ -237,6 +240,7 @@ def _prompt_reader(
                 "text": text,
             }
 
+    of_teachers = teaching and [teaching.system, teaching.system_tokens_max, column]
     return Reader(
         PROMPT_FORM,
         records,
@@ -341,6 +345,31 @@ def render(
         return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **arguments))
 
     return rendered(rows, text_of, "prompt", path, findings)
+
+
+def given_responses(
+    rows: Sequence[Row],
+    column: str | None,
+    system: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: Mapping[str, Any],
+    path: str,
+    findings: Findings,
+) -> list[np.ndarray]:
+    """Returns the tokens of the responses that rows have in a column, none of rows without; [] if there are findings,
+    such as responses that are no texts."""
+
+    def spans_of(row: Row) -> list[Span]:
+        if column is None or (text := row.extra_info.get(column)) is None:
+            return []
+        at = f"{place(path, row.number)}, {column}"
+        if problems := text_problems(text, at):
+            raise DataError(problems)
+        chat = [*with_system_prompt(row.messages, system), {"role": "assistant", "content": text}]
+        return [*spans(chat, at, tokenizer, arguments, first=len(chat) - 1)][-1:]
+
+    whole = rendered(rows, spans_of, column or "", path, findings)
+    return [tokens[mask] for tokens, mask in tokens_of(whole, tokenizer)]
 
 
 def rendered(

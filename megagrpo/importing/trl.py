@@ -166,7 +166,12 @@ def teacher(value: Any, options: Options) -> Answer:
 
 
 def on_policy(value: Any, _: Options) -> Answer:
-    return Nothing("as here") if number(value) == 1 else Missing("all responses are sampled by the policy, as with 1")
+    """Returns the given responses that GKD's lmbda leaves, the share of steps with sampled ones."""
+    if (share := round(1 - number(value), 6)) <= 0:
+        return Nothing("all responses are sampled")
+    given = {"share": share, "column": "response"}
+    note = "of each step's prompts, there of steps; a column with the texts that are last in messages there"
+    return Write({"algorithm.distillation.given_responses": given}, note)
 
 
 def tracking(value: Any, _: Options) -> Answer:

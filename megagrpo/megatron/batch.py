@@ -10,7 +10,7 @@ padded_tokens says.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,7 @@ class ResponseTokens:
     kept: KeptTokens | None  # None: drawn from the whole vocabulary
     teachers: Tensor | None  # int64, the place of each token's teacher among the recipe's, or -1; None: none has one
     taught: TaughtTokens | None  # by teachers that were asked for their most likely ids
+    given: Tensor | None  # bool, tokens of given responses; None: the policy sampled all
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,7 @@ def _response_tokens(
     token, of = following[predicting], sequence[predicting]
     counts = torch.tensor([float(s.loss_mask.sum()) for s in microbatch.sequences], device=device)
     numbers = np.array([s.teacher for s in microbatch.sequences], dtype=np.int64)
+    given = np.array([s.given for s in microbatch.sequences], dtype=bool)
     place = (np.cumsum(flat_mask) - 1)[token]
     return ResponseTokens(
         positions=_tensor(predicting, device),
@@ -172,6 +174,7 @@ def _response_tokens(
         kept=kept_tokens(microbatch.sequences, place, device),
         teachers=_tensor(numbers[of], device) if (numbers >= 0).any() else None,
         taught=_taught_tokens(microbatch, place, device),
+        given=_tensor(given[of], device, torch.bool) if given.any() else None,
     )
 
 
@@ -332,7 +335,7 @@ def over_context_ranks(sums: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """The weights of one minibatch's tokens, by microbatch."""
+    """The weights of one minibatch's tokens, by microbatch. Corrections and choices leave given responses alone."""
 
     weights: TokenTensors  # float32, in the loss; 0 for tokens that a correction rejects
     importance: TokenTensors | None  # float32, of the policy's loss; None: 1
@@ -358,7 +361,8 @@ def weigh(
     algorithm, device = recipe.algorithm, responses[0].rows.device
     rollouts = whole_rows(responses, minibatch.split, device)
     old = None if old_logprobs is None else torch.cat(old_logprobs)
-    kept = torch.ones(len(rollouts.index), dtype=torch.bool, device=device)
+    sampled = are_sampled(responses, device)
+    kept = torch.ones_like(sampled)
     tokens, count = float(minibatch.tokens), float(minibatch.rows)
     importance = chosen = sums = None
 
@@ -367,9 +371,11 @@ def weigh(
 
     if algorithm.correction.corrects and old is not None:
         rollout = torch.cat([response.rollout_logprobs for response in responses])
-        corrected = correct(old, rollout, rollouts, algorithm.correction, sum_over_ranks)
-        kept, sums = corrected.kept, corrected.sums
-        importance = None if corrected.importance is None else split(corrected.importance)
+        of_sampled = replace(rollouts, index=rollouts.index[sampled])
+        corrected = correct(old[sampled], rollout[sampled], of_sampled, algorithm.correction, sum_over_ranks)
+        kept, sums = kept.masked_scatter(sampled, corrected.kept), corrected.sums
+        if corrected.importance is not None:
+            importance = split(torch.ones_like(old).masked_scatter(sampled, corrected.importance))
         # Ranks may have parts of a row; a token's share of its row's kept ones counts the row once.
         of_row = rollouts.of_tokens(rollouts.sum(kept))
         counts = torch.stack([kept.double(), torch.where(kept, 1 / of_row, 0.0)]).sum(1)
@@ -380,11 +386,17 @@ def weigh(
         drawn_by = [response.index if recipe.agent else response.numbers for response in responses]
         rows = [response.rows for response in responses]
         draws = torch.cat([token_draws(seed, *pair) for pair in zip(rows, drawn_by, strict=True)])
-        chosen = split(algorithm.loss.choose(old, torch.cat(advantages), kept, draws, sum_over_ranks))
+        chosen = split(algorithm.loss.choose(old, torch.cat(advantages), kept & sampled, draws, sum_over_ranks))
     longest = recipe.sequence_tokens_max if recipe.agent else recipe.rollout.response_tokens_max
     whole = MinibatchTokens(kept, rollouts, tokens, count, longest)
     weights = token_weights(algorithm.aggregation, whole)
     return TokenWeights(split(weights), importance, chosen, sums)
+
+
+def are_sampled(responses: Sequence[ResponseTokens], device: torch.device) -> Tensor:
+    """Returns which tokens of several microbatches, end to end, are not of given responses: bool [tokens]."""
+    given = [torch.zeros_like(one.rows, dtype=torch.bool) if one.given is None else one.given for one in responses]
+    return ~torch.cat([torch.empty(0, dtype=torch.bool, device=device), *given])
 
 
 def whole_rows(responses: Sequence[ResponseTokens], split: Sequence[SplitRow], device: torch.device) -> Sequences:

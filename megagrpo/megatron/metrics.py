@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from megagrpo.algorithm.mismatch import (
     worst_tokens,
 )
 from megagrpo.algorithm.policy_losses import Objective, ObjectiveInputs
-from megagrpo.megatron.batch import Batch, TokenTensors, sum_over_ranks, whole_rows
+from megagrpo.megatron.batch import Batch, TokenTensors, are_sampled, sum_over_ranks, whole_rows
 from megagrpo.rank_results import CriticMetrics, StepMetrics
 
 
@@ -52,6 +53,8 @@ class MetricSums:
                 torch.ones_like(policy.ratio),
             ]
         )
+        if inputs.given is not None:
+            per_token = per_token.masked_fill(inputs.given, 0.0)
         self._loss += objective.loss.detach()
         self._tokens += per_token.sum(1, dtype=torch.float64)
 
@@ -127,7 +130,7 @@ def steps_taken(grad_norms: Sequence[float]) -> tuple[float, int]:
 
 
 def reduce_mismatch(batch: Batch, train_logprobs: Sequence[Tensor], worst: int, device: torch.device) -> Mismatch:
-    """Compares the trainer's logprobs of all ranks' response tokens with the engines'. Collective over these ranks.
+    """Compares the trainer's logprobs of all ranks' sampled tokens with the engines'. Collective over these ranks.
 
     train_logprobs: float32 [tokens] for each microbatch. About 33 KB are reduced, whatever the number of tokens, 8
     bytes for each rollout with several branches, and 32 bytes gathered for each of the `worst` tokens of each rank.
@@ -139,7 +142,9 @@ def reduce_mismatch(batch: Batch, train_logprobs: Sequence[Tensor], worst: int, 
     rollout = torch.cat([empty, *(r.rollout_logprobs for r in responses)])
     rows = torch.cat([empty.long(), *(r.rows for r in responses)])
     index = torch.cat([empty.long(), *(r.index for r in responses)])
-    sums = mismatch_sums(train, rollout, whole_rows(responses, batch.split, device))
+    sampled, sequences = are_sampled(responses, device), whole_rows(responses, batch.split, device)
+    train, rollout, rows, index = (values[sampled] for values in (train, rollout, rows, index))
+    sums = mismatch_sums(train, rollout, replace(sequences, index=sequences.index[sampled]))
     sum_over_ranks(sums)
     bits = absolute_difference_bits(train, rollout)
     largest = torch.cat([bits, bits.new_zeros(1)]).max()

@@ -259,6 +259,7 @@ class TrainRank(ModelRank):
                 importance=None if weights.importance is None else weights.importance[index],
                 chosen=None if weights.chosen is None else weights.chosen[index],
                 divergence=divergence,
+                given=response.given,
             )
             objective = grpo_objective(
                 inputs,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megagrpo.data.files import place
+from megagrpo.data.files import Findings, place
 from megagrpo.data.locations import files_of, is_remote
-from megagrpo.data.rows import prompt_schema, quick_look, sources_with
+from megagrpo.data.rows import prompt_schema, quick_look, sources_with, stream, text_problems
 from megagrpo.errors import ModelError, Problem, brief, first_line
 from megagrpo.plan.parameters import known_models
 from megagrpo.preflight.model import (
@@ -22,6 +22,7 @@ from megagrpo.preflight.model import (
 )
 from megagrpo.recipe.model_rules import frozen_problems
 from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema.data import ColumnsConfig
 from megagrpo.recipe.schema.teachers import ExternalTeacherConfig, RanksTeacherConfig, ServedTeacherConfig
 from megagrpo.section import problem
 from megagrpo.weights.families import read_architecture
@@ -134,31 +135,46 @@ def tokens_by_id(directory: Path) -> dict[int, str]:
 
 
 def _row_problems(recipe: Recipe, absent: Collection[str]) -> Iterator[Problem]:
-    """Yields problems of the column with teachers' names, and a problem if no row has a teacher. Raises DataError."""
+    """Yields problems of the columns with teachers' names and with given responses, and a problem if no row has one.
+    Raises DataError."""
     distillation = recipe.algorithm.distillation
-    if distillation is None or not (distillation.by_source or distillation.column):
+    if distillation is None:
         return
-    problems: list[Problem] = []
-    sources, names, all_here = dict[str, None](), set[str | None](), True
+    paths, all_here = list[tuple[str, ColumnsConfig]](), True
     for file in recipe.data.train:
         here = [] if not file.location or file.location in absent else files_of(file.location)
-        for path in here:
-            if is_remote(path) or quick_look(path, prompt_schema(file.columns)):  # its problems are the data's
-                all_here = False
-                continue
-            for number, source, value in sources_with(path, file.columns, distillation.column):
-                sources[source] = None
-                try:
-                    names.add(name := recipe.teacher_of(source, {distillation.column or "": value}))
-                    wrong = name is not None and name not in recipe.teachers
-                except ValueError:
-                    wrong = True
-                if wrong:
-                    where = f"{place(path, number)}, {distillation.column}"
-                    problems.append(
-                        problem("teacher_of_a_row", where=where, name=brief(value), known=[*recipe.teachers])
-                    )
-        all_here = all_here and bool(here)
+        # Others are remote, or their problems are the data's.
+        read = [path for path in here if not is_remote(path) and not quick_look(path, prompt_schema(file.columns))]
+        paths += ((path, file.columns) for path in read)
+        all_here = all_here and bool(here) and len(read) == len(here)
+    if distillation.given_responses is not None:
+        yield from _response_problems(distillation.given_responses.column, paths, all_here)
+    if not (distillation.by_source or distillation.column):
+        return
+    problems: list[Problem] = []
+    sources, names = dict[str, None](), set[str | None]()
+    for path, mapping in paths:
+        for number, source, value in sources_with(path, mapping, distillation.column):
+            sources[source] = None
+            try:
+                names.add(name := recipe.teacher_of(source, {distillation.column or "": value}))
+                wrong = name is not None and name not in recipe.teachers
+            except ValueError:
+                wrong = True
+            if wrong:
+                where = f"{place(path, number)}, {distillation.column}"
+                problems.append(problem("teacher_of_a_row", where=where, name=brief(value), known=[*recipe.teachers]))
     yield from problems[:PROBLEMS_OF_A_PART]
     if all_here and names == {None} and not problems:
         yield problem("no_row_with_a_teacher", sources=[*sources])
+
+
+def _response_problems(column: str, paths: Sequence[tuple[str, ColumnsConfig]], all_here: bool) -> Iterator[Problem]:
+    """Yields the problem of the first row with a given response that is no text, or that no row has one."""
+    for path, mapping in paths:
+        for row in stream(path, prompt_schema(mapping), Findings(path)):
+            if (text := row.extra_info.get(column)) is not None:
+                yield from text_problems(text, f"{place(path, row.number)}, {column}")
+                return
+    if all_here:
+        yield problem("no_row_with_a_response", column=column)

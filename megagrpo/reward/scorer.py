@@ -31,6 +31,7 @@ OVERLONG = "overlong"
 
 REACHED_LIMIT = "the response reached the token limit"
 GIVEN_UP = "the engine gave up on the response"
+GIVEN = "the response is given, by its row"
 NOT_DONE = ("late", "failed")
 """Names of the counts that mark a rollout as unfinished by its agent's fault, not by an engine's."""
 
@@ -106,7 +107,7 @@ class Scorer:
             by_group |= self._executors[name].by_group(self._check)
         calls: list[tuple[int, int, list[int]]] = []
         for row, (group, numbers) in enumerate(zip(groups, chosen, strict=True)):
-            members = [member for member, sample in enumerate(group.samples) if sample.finish != "abort"]
+            members = [member for member, sample in enumerate(group.samples) if unscored(sample) is None]
             alone = [[member] for member in members]
             for spec in numbers:
                 calls += [(spec, row, of_call) for of_call in ([members] if by_group[spec] and members else alone)]
@@ -128,9 +129,8 @@ class Scorer:
             specs = [self._specs[spec] for spec in numbers]
             solved_at = solved_from(self._reward.solved_at, specs)
             scores = (
-                Score(None, error=(sample.agent and sample.agent.error) or GIVEN_UP)
-                if sample.finish == "abort"
-                else weighted_score(specs, [outcome_of[spec, row, member] for spec in numbers], solved_at)
+                unscored(sample)
+                or weighted_score(specs, [outcome_of[spec, row, member] for spec in numbers], solved_at)
                 for member, sample in enumerate(group.samples)
             )
             scored.append(replace(group, scores=tuple(scores)))
@@ -222,6 +222,13 @@ def reward_problems(reward: schema.RewardConfig, *, sandbox: bool = True) -> lis
         finally:
             pool.close()
     return problems
+
+
+def unscored(sample: Sample) -> Score | None:
+    """Returns the score of a response that no function scores, None for others."""
+    if sample.given:
+        return Score(None, masked=GIVEN)
+    return Score(None, error=(sample.agent and sample.agent.error) or GIVEN_UP) if sample.finish == "abort" else None
 
 
 def solved_from(solved_at: float | None, specs: Sequence[FunctionSpec]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,9 +13,12 @@ from megagrpo.recipe.defaults import replays_routes
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.eval import EvalSet
 from megagrpo.recipe.schema.rollout import RolloutConfig
+from megagrpo.rollout.pool import Order
 from megagrpo.types import Group, KeptSets, Prompt, Request, Sample, SamplingParams
 
 SEED_BITS = 63  # a seed fits a signed 64-bit integer, which torch and most engines want
+GIVEN = -1
+"""In place of a sample's index, in the draw that decides if a prompt has its row's response."""
 
 
 def sampling_of(recipe: Recipe, section: RolloutConfig | EvalSet) -> SamplingParams:
@@ -52,6 +55,32 @@ def training_requests(recipe: Recipe, prompt: Prompt, step: int) -> list[Request
         *requests_for(prompt, samples=samples, sampling=sampling, **seeds),
         *requests_for(prompt, samples=greedy, sampling=likeliest, first_index=samples, **seeds),
     ]
+
+
+def training_order(
+    recipe: Recipe, prompt: Prompt, step: int, on_complete: Callable[[Order], None] = lambda order: None
+) -> Order:
+    """Returns an order of a prompt's training rollouts, with the seeds of a step. One whose response is given is
+    complete from the start."""
+    requests, given = training_requests(recipe, prompt, step), given_sample(recipe, prompt, step)
+    if given is None:
+        return Order(requests, on_complete, prompt)
+    return Order(requests[:1], on_complete, prompt, samples={0: given})
+
+
+def given_sample(recipe: Recipe, prompt: Prompt, step: int) -> Sample | None:
+    """Returns the response of a prompt's row, if the step trains on it and samples none. It is cut at
+    rollout.response_tokens_max."""
+    distillation = recipe.algorithm.distillation
+    given = distillation and distillation.given_responses
+    text = prompt.extra_info.get(given.column) if given and prompt.given else None
+    if not given or text is None or recipe.teacher_of(prompt.data_source, prompt.extra_info) is None:
+        return None
+    if sample_seed(recipe.seed, step, prompt.id, GIVEN) >= given.share * 2**SEED_BITS:
+        return None
+    tokens = np.array(prompt.given[: recipe.rollout.response_tokens_max], np.int32)
+    logprobs = np.full(len(tokens), np.nan, np.float32)
+    return Sample(prompt.id, 0, tokens, logprobs, np.zeros_like(tokens), "given", str(text))
 
 
 def evaluation_requests(recipe: Recipe, held_out: EvalSet, prompts: Sequence[Prompt]) -> list[list[Request]]:

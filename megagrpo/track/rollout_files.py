@@ -48,7 +48,7 @@ SCHEMA = pa.schema(
         ("masked", pa.string()),  # why the sample is left out
         ("solved", pa.bool_()),
         ("advantage", pa.float64()),  # mean over the tokens; null: not trained on
-        ("finish", pa.string()),  # stop, length or abort
+        ("finish", pa.string()),  # stop, length, abort or given
         ("prompt_tokens", pa.int32()),
         ("tokens", pa.int32()),  # tokens that the policy sampled
         ("age", pa.int32()),  # greatest staleness of a token, in versions
@@ -58,7 +58,7 @@ SCHEMA = pa.schema(
         ("token_ids", pa.list_(pa.int32())),
         ("token_texts", pa.list_(pa.string())),  # their concatenation is the response with its special tokens
         ("token_versions", pa.list_(pa.int32())),
-        ("rollout_logprobs", pa.list_(pa.float32())),  # by the engine, in nats
+        ("rollout_logprobs", pa.list_(pa.float32())),  # by the engine, in nats; NaN in given responses
         ("train_logprobs", pa.list_(pa.float32())),  # by the trainer; null where the step did not compute them
         ("entropies", pa.list_(pa.float32())),  # of the policy, in nats; null where the step did not compute them
         ("token_advantages", pa.list_(pa.float32())),

@@ -246,7 +246,7 @@ def _values(rollouts: StepRollouts, row: _Row) -> dict[str, Any]:
         "teacher": learned.teachers[row.number] if learned and learned.teachers else None,
         "prompt_tokens": len(prompt.tokens),
         "tokens": len(sample.tokens),
-        "age": int(rollouts.version - sample.versions.min()) if len(sample.versions) else 0,
+        "age": int(rollouts.version - sample.versions.min()) if len(sample.versions) and not sample.given else 0,
         "agent": None if sample.agent is None else _json(trace(sample.agent)),
     }
 

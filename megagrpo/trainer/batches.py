@@ -80,8 +80,8 @@ class SavedBatch:
 def logged_group(
     number: int, version: int, group: Group, joints: Mapping[int, Sequence[int]], *, trained: bool
 ) -> LoggedGroup:
-    """Returns what is logged of a group. joints: as in Order."""
-    responses = list(enumerate(group.responses))
+    """Returns what is logged of a group: of a given response nothing was sampled. joints: as in Order."""
+    responses = [] if group.given else list(enumerate(group.responses))
     samples = tuple(tuple(spans(sample.versions, joints.get(at, ()))) for at, sample in responses)
     aborted = tuple(at for at, sample in responses if sample.finish == "abort")
     return LoggedGroup(number, version, group.prompt.id, trained, samples, aborted)

@@ -191,9 +191,10 @@ class Background(EngineSource):
             self._begun.clear()
             self._unscored.clear()
         self._rollouts.drop([begun.order for begun in cut if not begun.order.complete])
-        trained = [len(sample.tokens) for group in sampled.groups for sample in group.samples]
+        trained = [len(sample.tokens) for group in sampled.groups for sample in group.samples if not sample.given]
         samples = [sample for group in sampled.all for sample in group.samples]
         samples += [sample for begun in cut for sample in begun.order.finished()]
+        samples = [sample for sample in samples if not sample.given]
         ended = [len(sample.tokens) for sample in samples if sample.finish != "abort"]
         unended = [len(sample.tokens) for sample in samples if sample.finish == "abort"]
         left = [begun.order.requests[index].begun for begun in cut for index in begun.order.missing()]
@@ -253,7 +254,10 @@ class Background(EngineSource):
                 if self._cursor.exhausted:
                     break
                 self._drawn += self._cursor.next(self._per_step)
-            orders.append(self._begin(self._admission.admit(), self._drawn.popleft()).order)
+            begun = self._begin(self._admission.admit(), self._drawn.popleft())
+            if begun.order.complete:  # its response is given
+                self._completed(begun.admitted.number)
+            orders.append(begun.order)
         if orders:
             self._rollouts.add(orders)
 
@@ -276,11 +280,12 @@ class Background(EngineSource):
         for number, version, group, running, joints in saved[pending.dropped :]:
             begun = self._begin(self._admission.readmit(number, version), group.prompt)
             order = begun.order
-            order.samples = {sample.index: sample for sample in group.responses}
-            known = {sample.index for sample in (*group.responses, *running)}  # the others begin anew
-            order.joints = {at: list(ends) for at, ends in joints.items() if at in known}
-            for sample in running:
-                order.resume_after(sample.index, sample)
+            if not order.complete:  # else its response is given
+                order.samples = {sample.index: sample for sample in group.responses if not sample.given}
+                known = {sample.index for sample in (*group.responses, *running)}  # the others begin anew
+                order.joints = {at: list(ends) for at, ends in joints.items() if at in known}
+                for sample in running:
+                    order.resume_after(sample.index, sample)
             if group.scores:
                 begun.group = with_baseline(group, self._recipe)  # earlier versions saved the baseline as a sample
                 self._admission.complete(number)
@@ -339,7 +344,7 @@ def step_of(number: int, recipe: Recipe) -> int:
 
 def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     """Returns metrics of staleness: by how many versions the weights that sampled each token lag behind the policy."""
-    samples = [sample for group in groups for sample in group.samples if len(sample.tokens)]
+    samples = [sample for group in groups for sample in group.samples if len(sample.tokens) and not sample.given]
     counts = np.zeros(version + 1, np.int64)  # tokens by age
     mixed = 0
     for sample in samples:

@@ -62,7 +62,7 @@ def read_schedule(directory: Path, recipe: Recipe) -> list[LoggedStep]:
         raise _unusable(str(path), f"no {ranges(absent)}", "every step from the first on")
     logged = [lines[step] for step in steps]
     wanted = recipe.rollout.samples_per_prompt + recipe.algorithm.greedy_responses
-    if others := {len(group.samples) for step in logged for group in step.groups} - {wanted}:
+    if others := {len(group.samples) for step in logged for group in step.groups} - {0, wanted}:  # 0: given
         raise _unusable(str(path), f"{max(others)} responses to a prompt", f"{wanted}, as in the recipe")
     return logged
 
@@ -123,7 +123,7 @@ class Logged(EngineSource):
             if begun is not None and begun.finish == "stop":  # sooner than in the run
                 continue
             if group.number not in requests:
-                requests[group.number] = self._requests(group)
+                requests[group.number] = self._order(group).requests
             request = replace(requests[group.number][place], begun=begun)
             if index < len(of_sample) - 1 or place in group.aborted:  # then come other weights, or the end
                 tokens = sum(count for _, count in of_sample[: index + 1])
@@ -137,12 +137,14 @@ class Logged(EngineSource):
             self._sample_with(version)
 
     def _whole(self, group: LoggedGroup) -> Group:
-        samples = []
-        for place, request in enumerate(self._requests(group)):
+        order, samples = self._order(group), []
+        if order.complete:  # its response is given
+            return order.group()
+        for place, request in enumerate(order.requests):
             sample = self._samples.pop((group.number, place), None) or nothing_sampled(request)
             samples.append(replace(sample, finish="abort") if place in group.aborted else sample)
         return with_baseline(Group(self.run.cursor.named(group.prompt), tuple(samples)), self.run.recipe)
 
-    def _requests(self, group: LoggedGroup) -> list[Request]:
+    def _order(self, group: LoggedGroup) -> Order:
         run = self.run
-        return run.rollouts.order(run.cursor.named(group.prompt), step_of(group.number, run.recipe)).requests
+        return run.rollouts.order(run.cursor.named(group.prompt), step_of(group.number, run.recipe))

@@ -29,7 +29,7 @@ from megagrpo.rollout.requests import with_baseline
 from megagrpo.track.rollout_writer import Learned, first_groups
 from megagrpo.trainer.batches import Sampled, branches_of, save_batch
 from megagrpo.trainer.run import Run, TrainRun
-from megagrpo.trainer.taught import Taught, advised, taught_of, teachers_of_rows
+from megagrpo.trainer.taught import Taught, advised, given_rows, taught_of, teachers_of_rows
 from megagrpo.types import Group, Prompt, Sample, Score, Turn
 
 if TYPE_CHECKING:
@@ -75,8 +75,9 @@ def generate(run: Run, prompts: Sequence[Prompt], step: int) -> list[Group]:
 
 
 def any_ended(groups: Sequence[Group]) -> bool:
-    """Returns whether a sample has ended."""
-    return any(ended(sample) for group in groups for sample in group.samples)
+    """Returns whether a sample has ended, or all responses are given."""
+    sampled = [group for group in groups if not group.given]
+    return not sampled or any(ended(sample) for group in sampled for sample in group.samples)
 
 
 def ended(sample: Sample) -> bool:
@@ -124,8 +125,9 @@ def score(run: Run, groups: Sequence[Group]) -> list[Group]:
 
 
 def require_version(groups: Sequence[Group], newest: int, oldest: int | None = None) -> None:
-    """Raises EngineError unless weights of versions `oldest` (by default `newest`) to `newest` sampled every token."""
-    for group in groups:
+    """Raises EngineError unless weights of versions `oldest` (by default `newest`) to `newest` sampled every token that
+    is not given."""
+    for group in (group for group in groups if not group.given):
         for sample in group.responses:
             if ((sample.versions < (newest if oldest is None else oldest)) | (sample.versions > newest)).any():
                 given = f"tokens sampled by weight versions {sorted(set(sample.versions.tolist()))}"
@@ -136,11 +138,11 @@ def require_version(groups: Sequence[Group], newest: int, oldest: int | None = N
 
 
 def with_signal(groups: Sequence[Group], recipe: Recipe) -> list[Group]:
-    """Returns the groups that teach something, as `CreditMethod.teaches` defines it, or that have a teacher."""
+    """Returns the groups that teach something, as `CreditMethod.teaches` defines it, have a teacher, or are given."""
     inputs, algorithm = advantage_inputs(recipe, groups), recipe.algorithm
     teaches = algorithm.credit.teaches(algorithm.advantage, inputs, turns_of(recipe, groups))
     if (taught := taught_of(recipe, groups)) is not None:
-        teaches = teaches | (taught.rows & trainable_rows(inputs))
+        teaches = teaches | (taught.rows & trainable_rows(inputs)) | given_rows(groups)
     return [groups[i] for i in np.unique(inputs.group_ids[teaches])]
 
 
@@ -190,7 +192,7 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> T
         with run.clock.phase("save_batch"):
             save_batch(recipe, step, sampled, run.total_steps, recipe.checkpoint.keep_batches)
     inputs = advantage_inputs(recipe, sampled.groups)
-    rows = trainable_rows(inputs)
+    rows = trainable_rows(inputs) | given_rows(sampled.groups)
     if algorithm.routing == "replay":
         left_out = rows & ~with_routes(sampled.groups, rows)
         rows, inputs = rows & ~left_out, replace(inputs, scores=np.where(left_out, np.nan, inputs.scores))
@@ -280,9 +282,9 @@ def with_routes(groups: Sequence[Group], rows: np.ndarray) -> np.ndarray:
 
 
 def has_routes(sample: Sample) -> bool:
-    """Returns whether all trained tokens of a sample have routes."""
+    """Returns whether all trained tokens of a sample have routes. Given responses need none."""
     if sample.agent is None:
-        return sample.routes is not None or not len(sample.tokens)
+        return sample.routes is not None or sample.given or not len(sample.tokens)
     return all(branch.routes is not None or not branch.trained.any() for branch in sample.agent.branches)
 
 
@@ -354,7 +356,7 @@ def train_sequences(
         first, kept, where = 0, None, f"sample {sample.index} of prompt {sample.prompt_id}"
         if sample.kept is not None:
             sample.kept.require(sample.tokens, where)
-        elif narrowed and rows[row]:
+        elif narrowed and rows[row] and not sample.given:
             given, needed = "no kept sets", "those of its tokens, for rollout.top_p, top_k or min_p"
             raise EngineError(Problem(where, given, needed, "sample it with this recipe, not with another"))
         for branch in branches_of(prompt, sample) if rows[row] else ():
@@ -373,7 +375,7 @@ def train_sequences(
             taught = sample.teacher and sample.teacher.part(first, first + len(trained))
             of_tokens = tokens, loss_mask, rollout_logprobs
             of_teacher = teachers[row] if teachers else -1, taught, before if len(before) else None
-            sequences.append(TrainSequence(*of_tokens, row, first, routes, kept, where, *of_teacher))
+            sequences.append(TrainSequence(*of_tokens, row, first, routes, kept, where, *of_teacher, sample.given))
             first += len(trained)
     return sequences
 

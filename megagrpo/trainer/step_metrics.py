@@ -31,7 +31,7 @@ from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.batches import Sampled, branches_of
 from megagrpo.trainer.run import Run, Step, TrainRun
 from megagrpo.trainer.step import Trained, baselines_of, has_routes, with_signal
-from megagrpo.trainer.taught import teacher_metrics
+from megagrpo.trainer.taught import given_rows, teacher_metrics
 from megagrpo.types import AgentRun, Group, Score
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ def step_metrics(
     metrics = rollout_metrics(sampled.all, run.recipe.reward.scores) | agent_metrics(sampled.all)
     metrics |= sampling_metrics(run.recipe, sampled)
     if trained.batches:
-        advantages = trained.advantages.of_rows
-        for name, reduced in (("mean", advantages.mean()), ("max", advantages.max()), ("min", advantages.min())):
-            metrics[f"advantages/{name}"] = float(reduced)
+        advantages = trained.advantages.of_rows[~given_rows(sampled.groups)]
+        for name in ("mean", "max", "min") if len(advantages) else ():
+            metrics[f"advantages/{name}"] = float(getattr(advantages, name)())
         metrics |= packing_metrics(run.recipe.train, trained.batches, run.policy.device_type)
     if trained.critic is not None:
         figures = {"lr": trained.critic_lr, **vars(trained.critic)}
@@ -77,7 +77,10 @@ def step_metrics(
 
 
 def rollout_metrics(groups: Sequence[Group], scored: bool = True) -> dict[str, float]:
-    """Returns metrics of the sampled responses' lengths and, if reward functions have `scored` them, of rewards."""
+    """Returns metrics of the sampled responses' lengths and, if reward functions have `scored` them, of rewards; {} if
+    all are given."""
+    if not (groups := [group for group in groups if not group.given]):
+        return {}
     scores = [score for group in groups for score in group.scores]
     samples = [sample for group in groups for sample in group.samples]
     lengths = np.array([len(sample.tokens) for sample in samples])
@@ -132,8 +135,9 @@ def _known(scores: Sequence[Score]) -> np.ndarray:
 def sampling_metrics(recipe: Recipe, sampled: Sampled) -> dict[str, float]:
     """Returns the share of groups with signal, the greedy reward, and counts of dynamic sampling."""
     metrics = {}
-    if recipe.algorithm.critic is None and recipe.reward.scores:  # with a critic every response teaches
-        metrics["groups/with_signal_share"] = len(with_signal(sampled.all, recipe)) / len(sampled.all)
+    judged = [group for group in sampled.all if not group.given]
+    if recipe.algorithm.critic is None and recipe.reward.scores and judged:  # with a critic every response teaches
+        metrics["groups/with_signal_share"] = len(with_signal(judged, recipe)) / len(judged)
     if not np.isnan(baselines := baselines_of(sampled.groups)).all():
         metrics["reward/greedy"] = float(np.nanmean(baselines))
     if recipe.rollout.dynamic_sampling:
@@ -193,7 +197,7 @@ def route_metrics(update: StepMetrics, batches: Sequence[RankBatch], groups: Seq
     """Returns metrics of routing replay; {} without it."""
     if (differences := update.route_differences) is None:
         return {}
-    sequences = sequences_of(*batches)
+    sequences = _sampled_sequences(batches)
     ended = [sample for group in groups for sample in group.samples if sample.finish != "abort"]
     metrics = {
         "routes/missing": float(sum(not has_routes(sample) for sample in ended)),
@@ -204,6 +208,11 @@ def route_metrics(update: StepMetrics, batches: Sequence[RankBatch], groups: Seq
     if (own := update.own_routes) is not None:
         metrics |= {f"own_routes/{name}": getattr(own, name) for name in OWN_ROUTES}
     return metrics
+
+
+def _sampled_sequences(batches: Sequence[RankBatch]) -> list[TrainSequence]:
+    """Returns the sequences of all ranks but given responses."""
+    return [sequence for sequence in sequences_of(*batches) if not sequence.given]
 
 
 def _routed(sequences: Sequence[TrainSequence]) -> int:
@@ -222,9 +231,10 @@ def step_proof(run: TrainRun, sampled: Sampled, trained: Trained) -> StepProof |
     """
     if (update := trained.policy) is None:
         return None
-    recipe, sequences = run.recipe, sequences_of(*trained.batches)
+    recipe, sequences = run.recipe, _sampled_sequences(trained.batches)
     samples = [sample for group in sampled.groups for sample in group.samples]
-    by_token = np.concatenate([samples[row].versions for row in {sequence.row for sequence in sequences}])
+    rows = {sequence.row for sequence in sequences}
+    by_token = np.concatenate([np.empty(0, np.int32), *(samples[row].versions for row in rows)])
     versions, counts = np.unique(by_token, return_counts=True)
     sets = [sequence.kept.sizes for sequence in sequences if sequence.kept is not None]
     own, verified = update.own_routes, run.weights.verified_versions if isinstance(run, Run) else ()

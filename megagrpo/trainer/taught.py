@@ -13,6 +13,7 @@ from megagrpo.algorithm.ragged import Ragged, ragged_zeros
 from megagrpo.cluster.reward_models import asked_ids
 from megagrpo.errors import Problem, TeacherError
 from megagrpo.recipe.schema import Recipe
+from megagrpo.reward.scorer import GIVEN
 from megagrpo.trainer.run import TrainRun
 from megagrpo.trainer.teachers import teacher_of
 from megagrpo.types import Group
@@ -51,7 +52,7 @@ class Taught:
 
 
 def teacher_metrics(taught: Taught | None, groups: Sequence[Group]) -> dict[str, float]:
-    """Returns the mean divergence from teachers, the agreement with them, and the share of tokens that have one.
+    """Returns the mean divergence from teachers, the agreement, and the shares of tokens that have one or are given.
 
     The divergence is also by data source, if there are several. {}: no teachers, or no update of rows with a teacher.
     """
@@ -59,11 +60,13 @@ def teacher_metrics(taught: Taught | None, groups: Sequence[Group]) -> dict[str,
         return {"teacher/tokens_share": 0.0} if taught and not taught.rows.any() else {}
     values = taught.divergence.values
     known = np.isfinite(values)
+    given = np.array([sample.given for group in groups for sample in group.samples], bool)
     metrics = {"teacher/tokens_share": float(known.mean()) if len(known) else 0.0}
     if known.any():
         metrics["teacher/divergence"] = float(values[known].mean())
     if taught.agreement is not None and known.any():
         metrics["teacher/agreement"] = float(taught.agreement.values[known].mean())
+        metrics["teacher/given_share"] = float(given[taught.divergence.row_of_token][known].mean())
     sources = np.repeat([group.prompt.data_source for group in groups], [len(group.samples) for group in groups])
     of_token = sources[taught.divergence.row_of_token]
     for source in sorted(set(sources)) if len(set(sources)) > 1 else ():
@@ -83,7 +86,8 @@ def taught_of(recipe: Recipe, groups: Sequence[Group]) -> Taught | None:
     samples = [sample for group in groups for sample in group.samples]
     scores = [score for group in groups for score in group.scores]
     for name, sample, score in zip(names, samples, scores, strict=True):
-        if name is None or recipe.teachers[name].on_ranks or score.value is None or not len(sample.tokens):
+        left_out = score.value is None and score.masked != GIVEN
+        if name is None or recipe.teachers[name].on_ranks or left_out or not len(sample.tokens):
             continue
         if sample.teacher is None or (k and sample.teacher.ids.shape[1] != k):
             given = "no answer" if sample.teacher is None else f"logprobs of {sample.teacher.ids.shape[1]} ids"
@@ -101,6 +105,12 @@ def taught_of(recipe: Recipe, groups: Sequence[Group]) -> Taught | None:
 def teachers_of_rows(recipe: Recipe, groups: Sequence[Group]) -> list[str | None]:
     """Returns the name of each row's teacher, None without one."""
     return [name for group in groups for name in [teacher_of(recipe, group.prompt)] * len(group.samples)]
+
+
+def given_rows(groups: Sequence[Group]) -> np.ndarray:
+    """Returns the rows with given responses, but those on which a teacher failed: bool [rows]."""
+    pairs = (pair for group in groups for pair in zip(group.samples, group.scores, strict=True))
+    return np.array([sample.given and score.masked == GIVEN for sample, score in pairs], bool)
 
 
 def advised(

@@ -316,7 +316,7 @@ def _with_answers(
         name, answer = answers.get((row, member), ("", None))
         if isinstance(answer, TeacherTokens):
             samples[member] = replace(samples[member], teacher=answer)
-        elif answer is not None and scores[member].value is not None:
+        elif answer is not None and (scores[member].value is not None or samples[member].given):
             why = f"teacher {name}: {answer}"[:SHOWN_MAX]
             masked, error = (why, "") if isinstance(answer, OverBudgetError) else ("", why)
             scores[member] = replace(scores[member], value=None, counted=(), masked=masked, error=error)

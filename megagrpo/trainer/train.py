@@ -210,7 +210,7 @@ class GrpoTraining(PolicyTraining):
 
     def step(self, step: int, kl_coefficient: float | None) -> Step:
         done = super().step(step, kl_coefficient)
-        return replace(done, responses=sum(len(group.samples) for group in done.sampled.all))
+        return replace(done, responses=sum(len(group.samples) for group in done.sampled.all if not group.given))
 
     def evaluate(self, step: int, sets: Sequence[str]) -> dict[str, float]:
         run, metrics, responses, scored = self.run, dict[str, float](), list[Response](), dict[str, list[Group]]()

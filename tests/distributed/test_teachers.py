@@ -18,6 +18,7 @@ from megagrpo.errors import RankError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.divergence_head import HeadScale
 from megagrpo.megatron.heads import VocabularyShard
+from megagrpo.megatron.metrics import reduce_mismatch
 from megagrpo.megatron.rank import TrainRank
 from megagrpo.megatron.teacher import Head, Teachers, _compared_at
 from megagrpo.recipe.schema import Recipe
@@ -34,8 +35,9 @@ from tests.distributed.step_case import (
     in_checkpoint,
     load_reference,
     make_recipe,
+    reference_of,
 )
-from tests.distributed.step_ranks import Parts, compute_gradients, gradients_of, of_all_tokens, on_ranks
+from tests.distributed.step_ranks import Parts, compute_gradients, gradients_of, make_batches, of_all_tokens, on_ranks
 
 ON_RANKS, ASKED, NONE = 0, 1, -1
 """Teachers of rows: one on the ranks, one that has been asked, none."""
@@ -280,6 +282,70 @@ def test_a_teachers_logprobs_are_those_of_its_tokens_alone(offload, reads_more, 
         wanted.append(of_tokens if sequence.teacher == ON_RANKS else np.full(len(of_tokens), np.nan))
     np.testing.assert_allclose(of_all_tokens(numbers), np.concatenate(wanted), atol=3e-6)
     assert (outside[0] < 0.3 * inside[0]) if offload else outside == inside
+
+
+def with_batches(
+    rank: TrainRank,
+    batch: RankBatch,
+    advantages: Any,
+    runs: Mapping[str, tuple[Recipe, Any, float]],
+    teacher: Path,
+) -> dict[str, tuple[Parts, Any]]:
+    """By run, a recipe, the batches of data ranks and what advantages are multiplied by: gradients and metrics."""
+    found = {}
+    for name, (recipe, batches, times) in runs.items():
+        rank_with(rank, recipe, teacher).load_batch(batches[rank.where.data])
+        rank.compute_old_logprobs()
+        rank.passes = replace(rank.passes, reference_logprobs=tuple(map(reference_of, rank.passes.old_logprobs)))
+        rank.compute_teachers(["on_ranks"])
+        update = compute_gradients(rank, times * advantages)
+        mismatch = reduce_mismatch(rank.batch, tuple(update.before_update.values()), 3, rank.device)
+        found[name] = gradients_of(rank.policy), update.metrics.reduce([1.0], mismatch)
+    return found
+
+
+def test_given_responses_add_their_divergence_and_reach_no_other_term_correction_or_metric(case, teacher):
+    """The gradient is the sum of those of the divergence alone, and of all else on the sampled responses alone."""
+    layout = ParallelLayout(context=2)
+    base = recipe_of(layout, {"name": "full_vocabulary"}, rewards=True)
+    bounds = {"weights": {"name": "token", "low": 0.8, "high": 1.2, "normalize": True}}
+    bounds["reject"] = [{"level": "sequence", "over": "max", "statistic": "k2", "high": 0.2}]
+    loss = {"name": "clip_cov", "covariance_share": 0.2, "covariance_low": -100.0, "covariance_high": 100.0}
+    terms = {"aggregation": "token_sum", "correction": bounds, "loss": loss, "entropy_coefficient": 0.02}
+    alone = {"aggregation": "token_sum", "kl": {"coefficient": 0.0}}
+    mixed, sampled = [], []
+    for one in case.sequences:
+        if one.row in (3, 6):
+            mixed.append(replace(one, given=True, rollout_logprobs=np.full(len(one.tokens), np.nan, np.float32)))
+        else:
+            mixed.append(one)
+            sampled.append(replace(one, teacher=NONE))
+
+    def changed(algorithm: Mapping[str, Any]) -> Recipe:
+        values = base.model_dump(exclude_unset=True)
+        return Recipe.model_validate(values | {"algorithm": values["algorithm"] | algorithm})
+
+    runs = {
+        name: (recipe, make_batches(recipe, replace(case, sequences=sequences)), times)
+        for name, recipe, sequences, times in (
+            ("mixed", changed(terms), mixed, 1.0),
+            ("teacher", changed(alone), case.sequences, 0.0),
+            ("sampled", changed(terms), sampled, 1.0),
+        )
+    }
+    results = on_ranks(with_batches, base, case, runs, teacher)
+    gradients = {name: assemble([result[name][0] for result in results]) for name in runs}
+    for tensor, found in gradients["mixed"].items():
+        wanted = gradients["teacher"][tensor] + gradients["sampled"][tensor]
+        assert np.abs(found - wanted).max() <= 1e-5 * max(np.abs(wanted).max(), 1e-30), tensor
+    found, wanted = (results[0][name][1] for name in ("mixed", "sampled"))
+    assert found.mismatch.tokens == wanted.mismatch.tokens == sum(int(one.loss_mask.sum()) for one in sampled)
+    for figure in ("kl", "entropy", "ratio_mean", "policy_loss", "clip_low_fraction", "clip_high_fraction"):
+        assert getattr(found, figure) == pytest.approx(getattr(wanted, figure), rel=1e-5), figure
+    assert vars(found.correction) == pytest.approx(vars(wanted.correction))
+    assert 0 < found.correction.rejected_share < 1
+    for figure in ("mean", "max", "chi2_sequence", "train_perplexity"):
+        assert getattr(found.mismatch, figure) == pytest.approx(getattr(wanted.mismatch, figure), rel=1e-5), figure
 
 
 def beside_the_start(

@@ -122,7 +122,9 @@ def check_run(directory: Path, model: Path, steps: int, k: int) -> int:
     number of those that are masked."""
     masked = 0
     logged = [small_run.metrics(directory)[step] for step in range(1, steps + 1)]
-    assert sum(one["teacher/big/requests"] + one["teacher/big/cached"] for one in logged) >= 16 * steps
+    read = [group for step in range(1, steps + 1) for group in read_batch(directory, step).sampled.all]
+    asked = sum(one["teacher/big/requests"] + one["teacher/big/cached"] for one in logged)
+    assert asked >= sum(len(group.samples) for group in read)
     for step in range(1, steps + 1):
         groups = read_batch(directory, step).sampled.all
         for group in groups:
@@ -133,19 +135,25 @@ def check_run(directory: Path, model: Path, steps: int, k: int) -> int:
                     masked += 1
                 else:
                     check_teacher(model, group.prompt, sample, k)
-                    assert score.value == 0
+                    assert score.value == (None if sample.given else 0)
     assert masked == sum(one["teacher/big/failed"] for one in logged)
     return masked
 
 
-def test_a_run_without_reward_functions_asks_its_teacher_about_every_sample(inputs: Path, tmp_path: Path) -> None:
-    model = make_teacher(tmp_path / "teacher")
+def test_a_run_without_reward_functions_asks_its_teacher_about_every_sample_and_given_response(
+    inputs: Path, tmp_path: Path
+) -> None:
+    model, given = make_teacher(tmp_path / "teacher"), {"share": 0.3, "column": "ground_truth"}
     values = recipe_of(inputs, tmp_path, "taught", model, objective={"name": "teacher_top_k", "k": 4})
+    values["algorithm"]["distillation"]["given_responses"] = given
+    values["data"]["train"][0]["columns"] = {"extra_info": ["reward_model.ground_truth"]}
+    values |= {"schedule": "async", "cluster": values["cluster"] | {"placement": "disaggregated"}}
     small_run.train(small_run.write(values, tmp_path))
     directory = tmp_path / "taught"
     assert check_run(directory, model, STEPS, 4) == 0
     logged = small_run.metrics(directory)
     assert all(logged[step]["teacher/big/retries"] == 0 for step in range(1, STEPS + 1))
+    assert any(logged[step]["teacher/given_share"] for step in range(1, STEPS + 1))
     assert "eval/sums/mean@1" in logged[STEPS]
     assert "teacher/big/requests" not in logged[0], "evaluations ask no teachers"
 
@@ -175,9 +183,13 @@ def test_no_sample_is_lost_when_a_teachers_server_ends_or_stands_still(
 def test_a_run_with_teachers_on_its_ranks_continues_and_is_replayed_with_the_same_numbers(
     inputs: Path, tmp_path: Path, ray: Mapping[str, str]
 ) -> None:
-    """Rows of one source learn from another model, which reads a system message; others from the policy's average."""
+    """Rows of one source learn from another model, which reads a system message; others from the policy's average. Half
+    of the first have given responses, some of them longer than sampled ones may be."""
     rows = pq.read_table(inputs / "train.parquet").to_pylist()
-    sources = [row | {"data_source": ("sums", "others")[at % 2]} for at, row in enumerate(rows)]
+    sources = [
+        row | {"data_source": ("sums", "others")[at % 2], "answer": f"={at * 10**at}" if at % 2 == 0 else None}
+        for at, row in enumerate(rows)
+    ]
     pq.write_table(pa.Table.from_pylist(sources), tmp_path / "train.parquet")
     values = small_run.recipe(inputs, tmp_path, "taught")
     values["data"]["train"] = [{"path": str(tmp_path / "train.parquet")}]
@@ -191,12 +203,30 @@ def test_a_run_with_teachers_on_its_ranks_continues_and_is_replayed_with_the_sam
     values["algorithm"] |= {"reference": {"update_every_steps": 1, "share": 0.2}}
     system = {"system": "1", "system_tokens_max": 16}
     values["algorithm"]["distillation"] = {"objective": objective, "by_source": by_source, **system}
+    values["algorithm"]["distillation"]["given_responses"] = {"share": 0.5, "column": "answer"}
+    values["algorithm"]["correction"] = {"weights": {"name": "sequence"}}
     values["checkpoint"] |= {"keep_batches": small_run.STEPS}
     small_run.train(small_run.write(values, tmp_path), environment=ray)
     directory = tmp_path / "taught"
     whole = small_run.metrics(directory)
     for step in (1, 4):
         assert 0 < whole[step]["teacher/others/divergence"] < whole[step]["teacher/sums/divergence"]
+
+    tokenizer, longest, given = make_tokenizer(), values["rollout"]["response_tokens_max"], 0
+    mismatches = {line["step"]: line["tokens"] for line in map(json.loads, (directory / "mismatch.jsonl").open())}
+    for step in range(1, small_run.STEPS + 1):
+        groups = read_batch(directory, step).sampled.groups
+        answers = [group for group in groups if group.given]
+        given += len(answers)
+        sampled = sum(len(sample.tokens) for group in groups if not group.given for sample in group.samples)
+        assert mismatches[step] == sampled
+        of_given = sum(len(group.samples[0].tokens) for group in answers)
+        assert whole[step]["teacher/given_share"] == pytest.approx(of_given / (of_given + sampled))
+        for group in answers:
+            whole_answer = [*tokenizer.encode(group.prompt.extra_info["answer"]), tokenizer.eos_token_id]
+            assert group.samples[0].tokens.tolist() == whole_answer[:longest]
+            assert group.prompt.data_source == "sums"
+    assert 0 < given < 2 * small_run.STEPS
 
     shutil.rmtree(directory / "checkpoints" / "step_000004")
     printed = small_run.train(directory, "--step", "4", command="replay", environment=ray)

@@ -51,6 +51,22 @@ def test_objective_is_the_weighted_sum_of_its_terms(weighed):
     torch.testing.assert_close(found.policy_term, inputs.weights * policy.detach(), rtol=0, atol=1e-12)
 
 
+def test_given_tokens_have_the_divergence_and_no_other_term():
+    inputs = random_inputs()
+    given = torch.arange(40) % 3 == 0
+    divergence = torch.rand(40, dtype=torch.float64).requires_grad_()
+    old = inputs.old_logprobs.masked_fill(given, torch.nan)
+    mixed = replace(inputs, given=given, old_logprobs=old, divergence=divergence)
+    found = grpo_objective(mixed, LOSS, KL, **COEFFICIENTS, divergence_coefficient=0.7)
+    alone = grpo_objective(replace(inputs, weights=inputs.weights.where(~given, 0.0)), LOSS, KL, **COEFFICIENTS)
+    torch.testing.assert_close(found.loss, alone.loss + 0.7 * inputs.weights @ divergence, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.policy_term, alone.policy_term)
+    gradients = torch.autograd.grad(found.loss, (inputs.logprobs, inputs.entropy, divergence))
+    wanted = (*torch.autograd.grad(alone.loss, (inputs.logprobs, inputs.entropy)), 0.7 * inputs.weights)
+    for gradient, of_alone in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, of_alone, rtol=0, atol=1e-12)
+
+
 def test_objective_gradients_match_finite_differences():
     inputs = random_inputs()
 

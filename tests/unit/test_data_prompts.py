@@ -14,12 +14,14 @@ from transformers import PreTrainedTokenizerBase
 from examples.demo.model import make_tokenizer
 from megagrpo.algorithm.distillation import DistillationConfig
 from megagrpo.data.files import records, row_count
+from megagrpo.data.messages import load_examples
 from megagrpo.data.mixture import epoch_rows, file_labels, mix, take
 from megagrpo.data.prompts import load_prompts
 from megagrpo.data.store import Cache, Form, Stored, store
 from megagrpo.errors import DataError, ModelError
-from megagrpo.recipe.schema import DataFileConfig, RewardConfig
+from megagrpo.recipe.schema import ConversationFileConfig, DataFileConfig, RewardConfig
 from megagrpo.recipe.schema.data import DataConfig
+from megagrpo.recipe.schema.sft import SftDataConfig
 from megagrpo.tokenizer import load_chat_tokenizer
 from tests.data_files import write_jsonl
 
@@ -63,6 +65,32 @@ def test_prompts_go_through_the_template_with_its_arguments(tokenizer, tmp_path)
     assert mixture.items[0].ground_truth == "h"
     assert mixture.items[0].messages == ({"role": "user", "content": "hi"},)
     assert [prompt.text for prompt in mixture.items] == texts
+
+
+def test_given_responses_have_the_tokens_that_fine_tuning_trains_on(tmp_path):
+    chat = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    tokenizer = byte_tokenizer(chat + "{% if add_generation_prompt %}[assistant]{% endif %}")
+    user = {"role": "user", "content": "1+1"}
+    rows = [{"prompt": [user], "data_source": "s", "ground_truth": "2", "answer": text} for text in ("two", None, "")]
+    answered = [{"messages": [user, {"role": "assistant", "content": text}]} for text in ("two", "")]
+    teaching = DistillationConfig.model_validate(
+        {"objective": "full_vocabulary", "given_responses": {"share": 0.5, "column": "answer"}}
+    )
+    data = DataConfig(train=[DataFileConfig(path=str(write_jsonl(tmp_path / "a.jsonl", *rows)))], prompt_tokens_max=99)
+    found = load_prompts(data.train, tokenizer, data, 0, teaching=teaching).items
+    files = [ConversationFileConfig(path=str(write_jsonl(tmp_path / "b.jsonl", *answered)))]
+    tuned = load_examples(files, tokenizer, SftDataConfig(train=files, examples_per_step=1, tokens_max=99), 0).items
+    trained = [tuple(example.tokens[example.loss_mask].tolist()) for example in tuned]
+    assert [prompt.given for prompt in found] == [trained[0], (), trained[1]]
+    assert tokenizer.decode(found[0].given) == f"two{tokenizer.eos_token}"
+    assert [tuple(example.tokens[~example.loss_mask].tolist())[: len(found[0].tokens)] for example in tuned] == [
+        found[0].tokens
+    ] * 2
+    plain = load_prompts(data.train, tokenizer, data, 0).items
+    assert not any(prompt.given for prompt in plain)
+    write_jsonl(tmp_path / "a.jsonl", *rows, rows[0] | {"answer": 2})
+    with pytest.raises(DataError, match=r"a\.jsonl line 4, answer\n.*2"):
+        load_prompts(data.train, tokenizer, data, 0, teaching=teaching)
 
 
 def test_a_row_of_a_source_that_no_reward_is_for_is_named(tokenizer, tmp_path):

@@ -117,5 +117,10 @@ def test_trls_gkd_has_a_teacher_on_the_ranks_and_a_divergence_by_beta(tmp_path: 
         assert recipe.rollout.temperature == 0.9
         assert not recipe.reward.scores
         assert kinds(imported)["lmbda"] == "same"
-    _, imported = made("trl", tmp_path, GKD.format(beta=0.5, lmbda=0.5), "gkd.py")
-    assert kinds(imported)["lmbda"] == "missing"
+        assert recipe.algorithm.distillation.given_responses is None
+    recipe, imported = made("trl", tmp_path, GKD.format(beta=0.5, lmbda=0.7), "gkd.py")
+    assert kinds(imported)["lmbda"] == "translated"
+    assert recipe.algorithm.distillation is not None
+    given = recipe.algorithm.distillation.given_responses
+    assert given is not None
+    assert given.share == 0.3

@@ -202,6 +202,22 @@ def test_a_run_in_which_no_row_has_a_teacher_is_refused(run: Path) -> None:
     assert checked(run, RANKS, "algorithm.distillation={by_source: {math: big}}", elsewhere, plan_only=True)
 
 
+def test_given_responses_are_texts_of_a_column_that_some_row_has(run: Path) -> None:
+    given = "algorithm.distillation={objective: full_vocabulary, given_responses: {share: 0.5, column: answer}}"
+    rows_of(run, {}, {"answer": None}, {"answer": "7"})
+    assert checked(run, RANKS, given)
+    rows_of(run, {}, {"answer": 7})
+    (fault,) = refused(run, RANKS, given)
+    assert "line 2, answer\n    given: 7" in fault
+    rows_of(run, {}, {"answer": None})
+    (fault,) = refused(run, RANKS, given)
+    assert "algorithm.distillation.given_responses.column" in fault
+    rows_of(run, {"answer": "7"})
+    (fault,) = refused(run, RANKS, given, "data.train.0.columns={ground_truth: answer}")
+    assert "no row of data.train has answer" in fault
+    assert checked(run, RANKS, given, "data.train.0.columns={ground_truth: answer, extra_info: [answer]}")
+
+
 def test_teachers_alone_need_no_function_for_a_data_source(run: Path) -> None:
     assert checked(run, RANKS, "reward={}")
 

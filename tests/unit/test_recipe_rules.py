@@ -43,6 +43,8 @@ ON_RANKS = "teachers.t={kind: ranks, path: x}"
 SECOND = "teachers.u={kind: reference}"
 SYSTEM = "algorithm.distillation.system=Add."
 DISTILLED = "algorithm.distillation={}"
+GIVEN = "algorithm.distillation.given_responses={share: 0.5, column: x}"
+GIVEN_TOP = "algorithm.distillation={objective: teacher_top_k, given_responses: {share: 1.0, column: x}}"
 NO_REWARD = "reward.functions=[]"
 
 ALONE = """
@@ -226,6 +228,10 @@ BROKEN: list[tuple[str, list[str]]] = [
         "algorithm.distillation.objective.beta",
         [ON_RANKS, "algorithm.distillation.objective={name: teacher_top_k, beta: 0.3}"],
     ),
+    ("algorithm.distillation.given_responses", [ON_RANKS, GIVEN]),
+    ("algorithm.distillation.given_responses", [ON_RANKS, GIVEN_TOP, "algorithm.advantage=remax"]),
+    ("algorithm.distillation.given_responses", [ON_RANKS, GIVEN_TOP, "algorithm.advantage=gae", "algorithm.critic={}"]),
+    ("algorithm.distillation.given_responses", [ON_RANKS, GIVEN_TOP, AGENT]),
     ("rollout.temperature", [SERVER, DISTILLED, "rollout.temperature=0.9"]),
     ("rollout.top_p", [SERVER, DISTILLED, "rollout.top_p=0.9"]),
     ("rollout.dynamic_sampling", [ON_RANKS, DISTILLED, NO_REWARD, "rollout.dynamic_sampling={}"]),
@@ -303,6 +309,7 @@ def test_a_broken_rule_names_the_field_and_a_fix(field: str, overrides: list[str
         [ON_RANKS, SECOND, "algorithm.distillation={by_source: {a*: t, b: u, c: null}}", "rollout.temperature=0.9"],
         [ON_RANKS, SECOND, "algorithm.distillation.column=teacher", "rollout.top_p=0.9"],
         [SERVER, SYSTEM, "train.layout.context=2", "data.overlong_prompts=error"],
+        [ON_RANKS, GIVEN_TOP],
         [SECOND, DISTILLED, "algorithm.reference={update_every_steps: 1, share: 0.01}", "train.offload=[reference]"],
         [AS_OLD, REINFORCE, KL_IN_REWARD],  # reads the old logprobs
         ["rollout.dynamic_sampling={}", "data.no_resampling_pass_rate=0.9", "reward.overlong={buffer_tokens: 16}"],

@@ -5,8 +5,8 @@ import pytest
 
 from megagrpo.errors import EngineError
 from megagrpo.rollout.pool import Order
-from megagrpo.rollout.requests import evaluation_requests, requests_for
-from megagrpo.types import Prompt, Request, Sample, SamplingParams
+from megagrpo.rollout.requests import evaluation_requests, requests_for, training_order
+from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams
 from tests.tiny_run import recipe_with
 
 SAMPLING = SamplingParams(max_tokens=4)
@@ -59,3 +59,39 @@ def test_samples_that_were_not_asked_for_are_refused(asked: list[Prompt]) -> Non
     samples = dict(enumerate(map(answer, requests_of(*asked))))
     with pytest.raises(EngineError):
         Order(requests_of(prompt("a")), prompt=prompt("a"), samples=samples).group()
+
+
+GIVEN = "given_responses: {share: 0.25, column: answer}"
+TAUGHT = f"algorithm.distillation={{objective: full_vocabulary, by_source: {{source: a}}, {GIVEN}}}"
+
+
+def with_answer(number: int, source: str = "source") -> Prompt:
+    return Prompt(f"p{number}", (1, 2), source, "", extra_info={"answer": "ten"}, given=tuple(range(3, 40)))
+
+
+def test_a_share_of_the_prompts_has_its_rows_response_and_no_other_the_same_ones_in_every_run() -> None:
+    recipe = recipe_with("teachers={a: {kind: ranks, path: x}}", TAUGHT, "rollout.response_tokens_max=24")
+
+    def given(step: int, **changed: int) -> list[Group]:
+        orders = [training_order(recipe.model_copy(update=changed), with_answer(i), step) for i in range(2000)]
+        assert {len(order.requests) for order in orders if not order.complete} == {recipe.rollout.samples_per_prompt}
+        return [order.group() for order in orders if order.complete]
+
+    first = given(1)
+    assert len(first) == pytest.approx(500, abs=60)
+    names = [[group.prompt.id for group in groups] for groups in (first, given(1), given(2), given(1, seed=9))]
+    assert names[0] == names[1]
+    assert len({*map(tuple, names)}) == 3
+    for (sample,) in (group.samples for group in first):
+        assert sample.given
+        assert sample.text == "ten"
+        assert sample.tokens.tolist() == list(range(3, 27))
+        assert np.isnan(sample.logprobs).all()
+
+
+def test_a_row_without_a_response_or_a_teacher_is_sampled_whatever_the_share() -> None:
+    recipe = recipe_with("teachers={a: {kind: ranks, path: x}}", TAUGHT.replace("0.25", "1.0"))
+    assert all(training_order(recipe, with_answer(number), 1).complete for number in range(20))
+    without = [Prompt(f"p{number}", (1, 2), "source", "") for number in range(20)]
+    others = [with_answer(number, "another") for number in range(20)]
+    assert not any(training_order(recipe, each, 1).complete for each in (*without, *others))

@@ -21,7 +21,7 @@ from megagrpo.data.cursor import Cursor
 from megagrpo.errors import UnusableCheckpointError
 from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.pool import Order
-from megagrpo.rollout.requests import after_begun, training_requests
+from megagrpo.rollout.requests import after_begun, training_order
 from megagrpo.track.jsonl import SCHEDULE_FILE
 from megagrpo.trainer.batches import Sampled
 from megagrpo.trainer.sampling import OF_CUT_AGENTS, Background
@@ -35,6 +35,10 @@ from tests.unit.test_checkpoint_groups import comparable
 
 STEPS = 5
 REMAX = "algorithm.advantage.name=remax"
+GIVEN = (
+    "algorithm.distillation={objective: full_vocabulary, given_responses: {share: 0.2, column: answer}}; "
+    "teachers={a: {kind: ranks, path: x}}; rollout.dynamic_sampling={}"
+)
 ASYNC = ("cluster.placement=disaggregated", "schedule=async", "rollout.response_tokens_max=24")
 
 
@@ -53,7 +57,7 @@ class Engines:
         self.orders: list[Order] = []
 
     def order(self, prompt: Prompt, step: int, on_complete: Callable[[Order], None] = lambda order: None) -> Order:
-        return Order(training_requests(self._recipe, prompt, step), on_complete, prompt)
+        return training_order(self._recipe, prompt, step, on_complete)
 
     def add(self, orders: Sequence[Order]) -> None:
         self.orders += orders
@@ -203,7 +207,7 @@ def odd(group: Group) -> bool:
 @contextmanager
 def in_background(recipe: Recipe, pending: Pending | None = None, step: int = 0) -> Iterator[SimpleNamespace]:
     """With dynamic sampling, groups of odd prompts teach something."""
-    data = [Prompt(f"p{i}", (i + 1,), "sums", "2") for i in range(40)]
+    data = [Prompt(f"p{i}", (i + 1,), "sums", "2", extra_info={"answer": "4"}, given=(4, 0)) for i in range(40)]
     engines, cursor = Engines(recipe), Cursor(data, seed=0, shuffle=False)
     if pending:
         cursor.restore(pending.cursor)
@@ -230,7 +234,8 @@ def in_background(recipe: Recipe, pending: Pending | None = None, step: int = 0)
     whole = recipe.rollout.samples_per_prompt + recipe.algorithm.greedy_responses
 
     def scores_lack() -> bool:
-        return any(len(group.samples) == whole and not group.scores for group in sampling.pending().groups)
+        groups = [group for group in sampling.pending().groups if not group.scores]
+        return any(group.given or len(group.samples) == whole for group in groups)
 
     engines.scores_lack = scores_lack
     try:
@@ -265,9 +270,9 @@ def written(pending: Pending, directory: Path) -> Pending:
     return restored
 
 
-@pytest.mark.parametrize("given", ["rollout.dynamic_sampling={}", REMAX])
+@pytest.mark.parametrize("given", ["rollout.dynamic_sampling={}", REMAX, GIVEN])
 def test_a_replay_samples_each_token_with_the_weights_that_its_run_sampled_it_with(given: str, tmp_path: Path) -> None:
-    recipe, remax = recipe_with(*ASYNC, given), given == REMAX
+    recipe, remax = recipe_with(*ASYNC, *given.split("; ")), given == REMAX
     with in_background(recipe) as run:
         steps = trained(run, [1, 2, 3])
         with run.rollouts.changed:
@@ -289,10 +294,13 @@ def test_a_replay_samples_each_token_with_the_weights_that_its_run_sampled_it_wi
             assert json.dumps(schedule_line(step, found)) == lines[step - 1]
             assert found.metrics.items() <= sampled.metrics.items()
     assert not said
+    given_groups = [group for sampled in steps for group in sampled.groups if group.given]
+    assert {len(group.samples) for group in given_groups} == ({1} if given == GIVEN else set())
     with in_background(recipe) as again:
         again.rollouts.version = 1  # other weights
         Logged(again.run, read_schedule(tmp_path, recipe), said.append).sample(1)
-    assert "responses have other lengths than in the run that is repeated" in said[0]
+    # The first step takes what is complete first: given responses.
+    assert ["responses have other lengths" in line for line in said] == [True] * (given != GIVEN)
     samples = [sample for sampled in steps for group in sampled.all for sample in group.samples]
     assert any(len(set(sample.versions.tolist())) > 1 for sample in samples)
     assert any(sample.finish == "abort" for sample in samples)
@@ -306,6 +314,21 @@ def test_a_replay_samples_each_token_with_the_weights_that_its_run_sampled_it_wi
     (tmp_path / SCHEDULE_FILE).write_text("\n".join(lines[2:]) + "\n")
     with pytest.raises(UnusableCheckpointError, match="no steps 1 to 2"):
         read_schedule(tmp_path, recipe)
+
+
+@pytest.mark.parametrize("shares", [("0.2", "1.0"), ("1.0", "0.2"), ("1.0", "0.0001")])
+def test_groups_go_on_when_another_share_of_the_responses_is_given(shares: tuple[str, str], tmp_path: Path) -> None:
+    before, after = (recipe_with(*ASYNC, *GIVEN.replace("0.2", share).split("; ")) for share in shares)
+    with in_background(before) as run:
+        run.sampling.resume()
+        with run.rollouts.changed:
+            run.rollouts.work()
+        pending = written(run.sampling.pending(), tmp_path)
+    with in_background(after, pending) as again:
+        groups = [group for sampled in trained(again, [1, 2]) for group in sampled.groups]
+    per_step, samples = after.rollout.prompts_per_step, after.rollout.samples_per_prompt
+    assert len(groups) == 2 * per_step
+    assert all(len(group.samples) == (1 if group.given else samples) for group in groups)
 
 
 @pytest.mark.parametrize("schedule", [ASYNC, ("rollout.response_tokens_max=24",)], ids=["async", "sync"])

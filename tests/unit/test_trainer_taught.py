@@ -12,11 +12,14 @@ import pytest
 from megagrpo.algorithm.advantage_method import Advantages
 from megagrpo.algorithm.distillation import DistillationConfig
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
+from megagrpo.batching.rank_batches import sequences_of
 from megagrpo.errors import TeacherError
+from megagrpo.rollout.requests import training_order
 from megagrpo.track.metrics import documented, undocumented
 from megagrpo.trainer.schedule import Live, grpo_step
-from megagrpo.trainer.step import load, sample, train_sequences, with_signal
-from megagrpo.trainer.taught import Taught, taught_of, teacher_metrics
+from megagrpo.trainer.step import load, sample, train, train_sequences, with_signal
+from megagrpo.trainer.step_metrics import step_metrics, step_proof
+from megagrpo.trainer.taught import Taught, given_rows, taught_of, teacher_metrics
 from megagrpo.types import Group, Prompt, Sample, Score, TeacherTokens
 from tests.step_fakes import make_run
 from tests.tiny_run import recipe_with
@@ -71,6 +74,7 @@ def test_metrics_are_means_over_tokens_with_a_teacher_also_by_source() -> None:
             "teacher/tokens_share": 0.75,
             "teacher/divergence": 0.3,
             "teacher/agreement": 2 / 3,
+            "teacher/given_share": 0.0,
             "teacher/code/divergence": 0.3,
             "teacher/math/divergence": 0.3,
         }
@@ -224,3 +228,62 @@ def test_groups_without_signal_and_teacher_are_left_out_where_ranks_advise(credi
     assert trained.advantages.of_tokens is not None
     rows = trained.advantages.of_tokens.row_of_token
     assert (trained.advantages.of_tokens.values[rows // 4 == asked] == 1.0).all()  # log q, 0, less log p, -1
+
+
+def with_answers(run: Any, share: float) -> Any:
+    """The run with given responses of 3 tokens in every row."""
+    of_recipe = (
+        f"algorithm.distillation={{objective: full_vocabulary, given_responses: {{share: {share}, column: answer}}}}"
+    )
+    recipe = recipe_with(ONLY, of_recipe, "rollout.dynamic_sampling={}", "rollout.samples_per_prompt=4")
+    whole = run.rollouts.generate
+
+    def generate(prompts: Any, step: int) -> list[Group]:
+        answered = [replace(one, given=(7, 8, 9), extra_info={"answer": "x"}) for one in prompts]
+        orders = [training_order(recipe, one, step) for one in answered]
+        pairs = zip(orders, whole(answered, step), strict=True)
+        return [order.group() if order.complete else group for order, group in pairs]
+
+    run.rollouts.generate = generate
+    return replace(run, recipe=recipe)
+
+
+def test_given_responses_are_trained_on_without_an_advantage_and_count_in_the_teachers_metrics_alone() -> None:
+    run = with_answers(make_run(scores=lambda prompt: [0, 0, 1, 1]), share=0.2)
+    run.policy.by_token = lambda method, lengths, absent=0.0: ragged_zeros(lengths, np.float32)
+    sampled = sample(run, 1)
+    given = [group for group in sampled.all if group.given]
+    assert 0 < len(given) < len(sampled.all) == 4, "dynamic sampling keeps them"
+    run.clock.take()
+    trained = train(run, load(run, sampled, 1, 0.0), 1)
+    rows = given_rows(sampled.groups)
+    assert rows.sum() == len(given)
+    assert trained.rows.all()
+    assert not trained.advantages.of_rows[rows].any()
+    assert trained.advantages.of_rows[~rows].all()
+    sequences = sequences_of(*trained.batches)
+    assert sorted(one.row for one in sequences if one.given) == np.flatnonzero(rows).tolist()
+    found = step_metrics(run, sampled, trained, 1, 0.0)
+    others = [group for group in sampled.all if not group.given]
+    of_others = step_metrics(run, replace(sampled, all=others), trained, 1, 0.0)
+    assert found == of_others | {"groups/sampled": 4.0}
+    assert found["response_tokens/mean"] == pytest.approx(3.5)
+    assert found["reward/mean"] == 0.5
+    assert found["groups/with_signal_share"] == 1.0
+    tokens = 3 * len(given) + 14 * (4 - len(given))
+    assert found["teacher/given_share"] == pytest.approx(3 * len(given) / tokens)
+    assert not undocumented(found)
+    proof = step_proof(run, sampled, trained)
+    assert proof is not None
+    assert proof.tokens == sum(count for _, count in proof.versions) == 14 * (4 - len(given))
+
+
+def test_a_step_of_given_responses_alone_is_trained_on() -> None:
+    run = with_answers(make_run(scores=lambda prompt: [0, 0, 1, 1]), share=1.0)
+    run.policy.by_token = lambda method, lengths, absent=0.0: ragged_zeros(lengths, np.float32)
+    done = grpo_step(run, Live(run), 1, 0.0)
+    assert run.policy.rows == [0, 1, 2, 3]
+    assert done.metrics["teacher/given_share"] == 1.0
+    assert not {"reward/mean", "response_tokens/mean", "advantages/mean"} & done.metrics.keys()
+    assert done.proof is not None
+    assert (done.proof.tokens, done.proof.versions) == (0, ())

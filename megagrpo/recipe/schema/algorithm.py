@@ -152,6 +152,11 @@ class AlgorithmConfig(Section):
     RULES: ClassVar[Rules[AlgorithmConfig]] = {
         "gae_without_critic": lambda a: a.advantage.name == "gae" and a.critic is None,
         "critic_without_gae": lambda a: a.critic is not None and a.advantage.name != "gae",
+        "given_beside_sampled_baselines": lambda a: (
+            a.distillation is not None
+            and a.distillation.given_responses
+            and (a.critic is not None or a.greedy_responses)
+        ),
         "turns_that_are_not_compared": lambda a: a.credit.by_turn and not a.advantage.compares_turns,
         "penalty_on_turns": lambda a: a.credit.by_turn and a.kl_in_reward,
         "gdpo_penalty_in_reward": lambda a: a.advantage.name == "gdpo" and a.kl_in_reward,

@@ -73,6 +73,7 @@ TEACHER_RULES: Rules[Recipe] = {
     ),
     "teachers_system_with_agent": lambda r: _read_more(r) and r.agent,
     "teachers_system_of_cut_prompts": lambda r: _read_more(r) and r.data.overlong_prompts == "truncate_left",
+    "given_with_agent": lambda r: (of := r.algorithm.distillation) and of.given_responses and r.agent,
     "teachers_system_over_context_ranks": lambda r: (
         _read_more(r) and r.teachers_on_ranks and r.train.layout.context > 1
     ),
