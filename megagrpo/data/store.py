@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # slow to import, and a plan reads no rows
 AnyItem = TypeVar("AnyItem")
 Column = dict[str, Any]
 
-FORMAT = 3
+FORMAT = 4
 BATCH_ROWS = 1024
 BATCH_BYTES = 2**24
 IN_MEMORY_BYTES = 2**26

@@ -70,7 +70,7 @@ class MetricSums:
         if self._correction is not None:
             sum_over_ranks(self._correction)
         loss, policy_loss, kl, entropy, low, high, ratio, tokens = sums.tolist()
-        count, steps = max(tokens, 1.0), max(len(grad_norms), 1)
+        count, steps = tokens or math.nan, max(len(grad_norms), 1)  # no tokens: all responses are given
         grad_norm, skipped = steps_taken(grad_norms)
         return StepMetrics(
             loss=loss / steps,

@@ -22,7 +22,7 @@ from megagrpo.algorithm.kl import kl_estimate
 from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.algorithm.policy_losses import ObjectiveInputs, grpo_objective
 from megagrpo.algorithm.token_advantages import token_energy
-from megagrpo.batching.rank_batches import RankBatch, as_teachers_read, sequences_of
+from megagrpo.batching.rank_batches import RankBatch, as_teachers_read
 from megagrpo.errors import DIVERGED_FIX, Problem, RankError
 from megagrpo.megatron.batch import (
     Minibatch,
@@ -120,8 +120,8 @@ class TrainRank(ModelRank):
             self.routes.begin_batch()
         self.passes, self.own_routes = Passes(), None
         self.teachers.begin_batch()
-        of_teachers = (one.prompt_of_teacher for one in sequences_of(batch) if self.recipe.teachers_on_ranks)
-        if any(prompt is not None for prompt in of_teachers):
+        read_more = self.recipe.taught_tokens_max > self.recipe.sequence_tokens_max
+        if read_more and self.recipe.teachers_on_ranks:
             has_logits, at_once = self.has_logits, self.microbatches_at_once
             on = self.layout, self.where.context, self.device
             self.read_by_teachers = as_tensors(as_teachers_read(batch), *on, has_logits=has_logits, at_once=at_once)
@@ -149,6 +149,7 @@ class TrainRank(ModelRank):
         """Runs the passes of these teachers on the ranks; what they find stays on this rank."""
         of_reference = self.passes.reference_logprobs if self.read_by_teachers is self.batch else None
         self.teachers.read(names, self.read_by_teachers, self.shard, of_reference)
+        self.read_by_teachers = self.batch  # its copy is not read again
 
     def compare_own_routes(self) -> None:
         """Computes the mismatch of the batch with experts that the trainer's routers choose, for the next update's

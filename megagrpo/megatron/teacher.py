@@ -177,10 +177,7 @@ class Teachers:
         """Forgets what was said of the batch before."""
         self.logprobs: TokenTensors | None = None
         """Logprobs of the response tokens, NaN for tokens without a teacher on the ranks; None: not computed."""
-        self._hidden: dict[int, TokenTensors] = {}
-        """Hidden states before the response tokens, [response tokens, hidden], by teacher."""
-        self._reference_weight: Tensor | None = None
-        """The reference's rows of the output matrix, on the device if losses read it."""
+        self.end_update()
         self._seen: dict[int, Tensor] = {}
         """By microbatch, as the update first saw it: [3, response tokens], divergence, agreement and the teacher's
         logprob of the token, NaN without."""
@@ -195,32 +192,40 @@ class Teachers:
 
     def read(self, names: Sequence[str], batch: Batch, shard: ShardOf, of_reference: TokenTensors | None) -> None:
         """Runs these teachers' passes over the batch. They find logprobs of its tokens, or for an objective in the loss
-        the hidden states before them. of_reference: the reference's logprobs of the batch, if they are known."""
-        if self._objective.in_loss:
-            for name in names:
-                self._hidden[self._numbers[name]] = self._pass(name, batch, _hidden_in)
-                self._require_finite(name, batch, self._hidden[self._numbers[name]])
-            return
-        found = [torch.full_like(response.rollout_logprobs, torch.nan) for response in batch.responses]
+        the hidden states before them. of_reference: the reference's logprobs of the batch, if they are known.
+
+        Raises RankError if a number that a teacher found for its own tokens is not finite."""
+        logprobs = [torch.full_like(response.rollout_logprobs, torch.nan) for response in batch.responses]
         for name in names:
             number = self._numbers[name]
 
             def read(output: Tensor, response: ResponseTokens, number: int = number) -> Tensor:
+                if self._objective.in_loss:
+                    return output[response.positions]
                 head = self._head(number, self._temperature)
                 where = response.positions, response.labels, response.kept
                 options = vars(head.scale) | {"entropy": False}
                 return kept_logprobs(output, *where, head.weight, shard(self._vocab(number)), **options)[0]
 
-            of_model = number in self._models or of_reference is None
-            of_teacher = self._pass(name, batch, read) if of_model else of_reference or ()
-            self._require_finite(name, batch, of_teacher)
+            of_model = self._objective.in_loss or number in self._models or of_reference is None
+            found = self._pass(name, batch, read) if of_model else of_reference or ()
             its = [_is_of(response, number) for response in batch.responses]
-            found = [torch.where(*one) for one in zip(its, of_teacher, found, strict=True)]
-        self.logprobs = tuple(found)
+            own = tuple(values[of_teacher] for values, of_teacher in zip(found, its, strict=True))
+            for response, of_teacher, values in zip(batch.responses, its, own, strict=True):
+                _require_finite(name, response, of_teacher, values)
+            if self._objective.in_loss:
+                self._hidden[number] = own
+                continue
+            for numbers, of_teacher, values in zip(logprobs, its, own, strict=True):
+                numbers[of_teacher] = values
+        self.logprobs = None if self._objective.in_loss else tuple(logprobs)
 
     def end_update(self) -> None:
         """Frees all that losses read."""
-        self._hidden, self._reference_weight = {}, None
+        self._hidden: dict[int, TokenTensors] = {}
+        """Hidden states before a teacher's response tokens, [its tokens, hidden], by teacher."""
+        self._reference_weight: Tensor | None = None
+        """The reference's rows of the output matrix, on the device if losses read it."""
 
     def compare(
         self,
@@ -235,8 +240,8 @@ class Teachers:
         without; None if the loss has none.
 
         One product with the output matrix serves all, unless sampling was from kept sets, the objective has another
-        temperature, or a teacher fewer ids than the policy. Where teachers alone teach, logprobs have no gradient. A
-        microbatch without teachers reaches all weights too, by gradients of 0.
+        temperature, or a teacher fewer ids than the policy; student_top_k takes another for entropies. Where teachers
+        alone teach, logprobs have no gradient. A microbatch without teachers reaches all weights, too, by zeros.
         of_batch: the microbatch's index in the batch.
         """
         distillation, vocab = self._recipe.algorithm.distillation, self._policy.architecture.vocab
@@ -245,13 +250,13 @@ class Teachers:
         objective, parts = distillation.objective, list[tuple[Tensor, Compared]]()
         temperature = (isinstance(objective, FullVocabularyConfig) and objective.temperature) or self._temperature
         shared, policy = response.kept is None and temperature == self._temperature, self._head(None, temperature)
+        shared = shared and all(self._vocab(number) == vocab for number in self._hidden)
         for number, hidden in self._hidden.items():
-            at, common = _is_of(response, number).nonzero()[:, 0], self._vocab(number)
-            shared = shared and common == vocab
+            at, of = _is_of(response, number).nonzero()[:, 0], shard(self._vocab(number))
             given = response.positions[at], response.labels[at], policy, self._head(number, temperature)
-            parts.append((at, compared(objective, output, *given, hidden[of_batch][at], shard(common), entropy)))
+            parts.append((at, compared(objective, output, *given, hidden[of_batch], of, entropy and shared)))
         if isinstance(objective, TeacherTopKConfig) and len(self._recipe.teachers_on_ranks) < len(self._numbers):
-            parts.append(_compared_with_asked(objective, output, response, policy, shard(vocab), entropy))
+            parts.append(_compared_with_asked(objective, output, response, policy, shard(vocab), entropy and shared))
         divergence = output.new_zeros(len(response.rows), dtype=torch.float32)
         seen = divergence.new_full((3, len(divergence)), torch.nan)
         others = torch.ones_like(divergence, dtype=torch.bool)
@@ -283,22 +288,11 @@ class Teachers:
             return self._models[number].read_tokens(batch, read)
         with self._policy.reference_here() as reference:
             if batch.responses:
-                weight = reference.of(output_weight(unwrapped(self._policy.chunks[-1])))
-                goes = self._objective.in_loss and "reference" in self._recipe.train.offload
-                self._reference_weight = weight.clone() if goes else weight
+                own = output_weight(unwrapped(self._policy.chunks[-1]))
+                weight, goes = reference.of(own), "reference" in self._recipe.train.offload
+                self._reference_weight = weight.clone() if goes and weight is not own else weight
             with reference.in_place_of_policy(), self._own_routes():
                 return self._policy.read_tokens(batch, read)
-
-    def _require_finite(self, name: str, batch: Batch, values: TokenTensors) -> None:
-        """Raises RankError if a number that the teacher found for its own tokens is not finite."""
-        for response, found in zip(batch.responses, values, strict=True):
-            wrong = _is_of(response, self._numbers[name]) & ~found.view(len(found), -1).isfinite().all(1)
-            if wrong.any():
-                at = int(wrong.nonzero()[0, 0])
-                given = f"not finite for {int(wrong.sum())} tokens, such as token {int(response.index[at])}"
-                given += f" of response {int(response.rows[at])} of the step"
-                fix = "check the teacher's weights, or choose another teacher"
-                raise RankError(Problem(f"teacher {name}", given, "numbers", fix))
 
     def _vocab(self, number: int | None) -> int:
         """Returns the number of ids that a teacher and the policy both have."""
@@ -315,9 +309,16 @@ class Teachers:
         return Head(weight, head_scale(self._policy.architecture, temperature))
 
 
-def _hidden_in(output: Tensor, response: ResponseTokens) -> Tensor:
-    """Selects the hidden states before the response tokens, [tokens, hidden]."""
-    return output[response.positions]
+def _require_finite(name: str, response: ResponseTokens, of_teacher: Tensor, values: Tensor) -> None:
+    """Raises RankError if a value of the teacher's own tokens is not finite: [its tokens] or [its tokens, hidden].
+    of_teacher: bool [response tokens]."""
+    wrong = ~(values[:, None] if values.dim() == 1 else values).isfinite().all(1)
+    if wrong.any():
+        at = of_teacher.nonzero()[wrong.nonzero()[0, 0], 0]
+        given = f"not finite for {int(wrong.sum())} tokens, such as token {int(response.index[at])}"
+        given += f" of response {int(response.rows[at])} of the step"
+        fix = "check the teacher's weights, or choose another teacher"
+        raise RankError(Problem(f"teacher {name}", given, "numbers", fix))
 
 
 def _is_of(response: ResponseTokens, number: int) -> Tensor:

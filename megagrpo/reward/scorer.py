@@ -31,7 +31,8 @@ OVERLONG = "overlong"
 
 REACHED_LIMIT = "the response reached the token limit"
 GIVEN_UP = "the engine gave up on the response"
-GIVEN = "the response is given, by its row"
+GIVEN = "given"
+"""The mask of a response of the data: no function scores it. Saved groups have it."""
 NOT_DONE = ("late", "failed")
 """Names of the counts that mark a rollout as unfinished by its agent's fault, not by an engine's."""
 

@@ -196,6 +196,8 @@ class Background(EngineSource):
         samples += [sample for begun in cut for sample in begun.order.finished()]
         samples = [sample for sample in samples if not sample.given]
         ended = [len(sample.tokens) for sample in samples if sample.finish != "abort"]
+        if not trained or not ended:  # all that is trained on is given
+            return sampled
         unended = [len(sample.tokens) for sample in samples if sample.finish == "abort"]
         left = [begun.order.requests[index].begun for begun in cut for index in begun.order.missing()]
         unended += [0 if sample is None else len(sample.tokens) for sample in left]
@@ -294,7 +296,7 @@ class Background(EngineSource):
         self._drawn += (group.prompt for group in pending.groups[len(pending.numbers) :])
 
     def _incomplete(self) -> list[Begun]:
-        return [begun for begun in self._begun.values() if not begun.order.complete]
+        return [begun for begun in self._begun.values() if not begun.order.complete and begun.group is None]
 
     # --- the thread that scores ---------------------------------------------------------------------------------------
 

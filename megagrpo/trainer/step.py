@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -141,8 +141,8 @@ def with_signal(groups: Sequence[Group], recipe: Recipe) -> list[Group]:
     """Returns the groups that teach something, as `CreditMethod.teaches` defines it, have a teacher, or are given."""
     inputs, algorithm = advantage_inputs(recipe, groups), recipe.algorithm
     teaches = algorithm.credit.teaches(algorithm.advantage, inputs, turns_of(recipe, groups))
-    if (taught := taught_of(recipe, groups)) is not None:
-        teaches = teaches | (taught.rows & trainable_rows(inputs)) | given_rows(groups)
+    has_teacher = np.array([name is not None for name in teachers_of_rows(recipe, groups)], bool)
+    teaches = teaches | (has_teacher & trainable_rows(inputs)) | given_rows(groups)
     return [groups[i] for i in np.unique(inputs.group_ids[teaches])]
 
 
@@ -224,9 +224,10 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> T
                 teaches = advantages.taught if taught is None else advantages.taught | taught.rows
                 rows = rows & np.isin(inputs.group_ids, inputs.group_ids[teaches])
             batches = load_batch(run, sampled.groups, rows, step)
-    if recipe.ranks_advise and taught and batches and algorithm.reads_logprobs(step):
-        taught = taught.with_ranks(run)
-    advantages, taught = advised(recipe, advantages, taught, sampled.groups, rows)
+    if algorithm.policy_learns(step):
+        if recipe.ranks_advise and taught and batches:
+            taught = taught.with_ranks(run)
+        advantages, taught = advised(recipe, advantages, taught, sampled.groups, rows)
     return Trained(rows, advantages, batches, kl_coefficient, taught=taught)
 
 
@@ -238,7 +239,8 @@ def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: i
     recipe, policy = run.recipe, run.policy
     names, of_row = list(recipe.teachers), teachers_of_rows(recipe, groups)
     numbers = [-1 if name is None else names.index(name) for name in of_row]
-    sequences = train_sequences(groups, rows, narrowed=bool(recipe.rollout.narrowing), teachers=numbers)
+    asked = {number for number, name in enumerate(names) if not recipe.teachers[name].on_ranks}
+    sequences = train_sequences(groups, rows, narrowed=bool(recipe.rollout.narrowing), teachers=numbers, asked=asked)
     if not sequences:
         return []
     algorithm = recipe.algorithm
@@ -251,7 +253,7 @@ def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: i
         work=run.work,
     )
     policy.load_batch(batches)
-    if not algorithm.reads_logprobs(step):
+    if not algorithm.policy_learns(step) and not algorithm.kl_in_reward:
         return batches  # the critic alone learns, from values
     if algorithm.rollout_logprobs_as_old:
         policy.call("use_rollout_logprobs_as_old")
@@ -259,9 +261,9 @@ def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: i
         policy.call("compute_old_logprobs")
     if algorithm.kl.coefficient > 0:
         policy.call("compute_reference_logprobs")
-    if recipe.teachers_on_ranks:
-        asked = {name for name, chosen in zip(of_row, rows, strict=True) if chosen}
-        policy.call("compute_teachers", [name for name in recipe.teachers_on_ranks if name in asked])
+    if recipe.teachers_on_ranks and algorithm.policy_learns(step):
+        chosen = {name for name, of_batch in zip(of_row, rows, strict=True) if of_batch}
+        policy.call("compute_teachers", [name for name in recipe.teachers_on_ranks if name in chosen])
     every = recipe.rollout.mismatch.own_routes_every_steps
     if every is not None and step % every == 0:
         policy.call("compare_own_routes")
@@ -273,8 +275,9 @@ def with_routes(groups: Sequence[Group], rows: np.ndarray) -> np.ndarray:
     taken back. Raises EngineError if no chosen row has them."""
     samples = [(group, sample) for group in groups for sample in group.samples]
     has = np.array([rows[row] and has_routes(sample) for row, (_, sample) in enumerate(samples)], bool)
-    if rows.any() and not has.any():
-        group, sample = samples[int(rows.argmax())]
+    sampled = rows & np.array([not sample.given for _, sample in samples], bool)
+    if sampled.any() and not has[sampled].any():
+        group, sample = samples[int(sampled.argmax())]
         where = f"sample {sample.index} of prompt {group.prompt.id}, and all others of the step"
         fix = "algorithm.routing: auto lets the trainer's routers choose for such samples, and counts them"
         raise EngineError(Problem(where, "no routes", "those of every token, for algorithm.routing: replay", fix))
@@ -343,12 +346,17 @@ def group_of_row(groups: Sequence[Group]) -> np.ndarray:
 
 
 def train_sequences(
-    groups: Sequence[Group], rows: np.ndarray, *, narrowed: bool = False, teachers: Sequence[int] = ()
+    groups: Sequence[Group],
+    rows: np.ndarray,
+    *,
+    narrowed: bool = False,
+    teachers: Sequence[int] = (),
+    asked: Collection[int] = (),
 ) -> list[TrainSequence]:
     """Returns the chosen rows (bool [rows]) as sequences, each with a response token. An agent's rollout is one
-    sequence for each branch that is trained on. teachers: of each row, its place among the recipe's or -1. Raises
-    EngineError for routes and kept sets that are not those of their tokens, and with `narrowed`, by rollout.top_p and
-    others, for samples without."""
+    sequence for each branch that is trained on. teachers: of each row, its place among the recipe's or -1; asked: the
+    places of those whose answers the samples have. Raises EngineError for routes and kept sets that are not those of
+    their tokens, and with `narrowed`, by rollout.top_p and others, for samples without."""
     prompts = [(np.array(one.prompt.tokens, np.int64), np.array(one.prompt.taught, np.int64)) for one in groups]
     samples = [(*pair, sample) for pair, group in zip(prompts, groups, strict=True) for sample in group.samples]
     sequences: list[TrainSequence] = []
@@ -372,9 +380,11 @@ def train_sequences(
             routes = branch.routes and branch.routes.before(length, where)
             if sample.kept is not None:
                 kept = sample.kept.part(first, first + len(trained))
-            taught = sample.teacher and sample.teacher.part(first, first + len(trained))
+            number, taught = teachers[row] if teachers else -1, None
+            if sample.teacher is not None and number in asked:
+                taught = sample.teacher.part(first, first + len(trained))
             of_tokens = tokens, loss_mask, rollout_logprobs
-            of_teacher = teachers[row] if teachers else -1, taught, before if len(before) else None
+            of_teacher = number, taught, before if len(before) else None
             sequences.append(TrainSequence(*of_tokens, row, first, routes, kept, where, *of_teacher, sample.given))
             first += len(trained)
     return sequences

@@ -14,8 +14,8 @@ from megagrpo.cluster.reward_models import asked_ids
 from megagrpo.errors import Problem, TeacherError
 from megagrpo.recipe.schema import Recipe
 from megagrpo.reward.scorer import GIVEN
+from megagrpo.rollout.requests import teacher_of
 from megagrpo.trainer.run import TrainRun
-from megagrpo.trainer.teachers import teacher_of
 from megagrpo.types import Group
 
 
@@ -85,26 +85,25 @@ def taught_of(recipe: Recipe, groups: Sequence[Group]) -> Taught | None:
     k, names = asked_ids(recipe), teachers_of_rows(recipe, groups)
     samples = [sample for group in groups for sample in group.samples]
     scores = [score for group in groups for score in group.scores]
-    for name, sample, score in zip(names, samples, scores, strict=True):
-        left_out = score.value is None and score.masked != GIVEN
-        if name is None or recipe.teachers[name].on_ranks or left_out or not len(sample.tokens):
+    logprobs, given = ragged_zeros([len(sample.tokens) for sample in samples], np.float32), given_rows(groups)
+    logprobs.values.fill(np.nan)
+    for row, (name, sample, score) in enumerate(zip(names, samples, scores, strict=True)):
+        if name is None or recipe.teachers[name].on_ranks or not len(sample.tokens):
             continue
-        if sample.teacher is None or (k and sample.teacher.ids.shape[1] != k):
-            given = "no answer" if sample.teacher is None else f"logprobs of {sample.teacher.ids.shape[1]} ids"
+        if sample.teacher is not None and (not k or sample.teacher.ids.shape[1] == k):
+            logprobs.row(row)[:] = sample.teacher.logprobs
+        elif score.value is not None or given[row]:
+            has = "no answer" if sample.teacher is None else f"logprobs of {sample.teacher.ids.shape[1]} ids"
             where, needed = f"sample {sample.index} of prompt {sample.prompt_id}", f"logprobs of {k} ids of each token"
             fix = "train on samples of a run with the same teachers and objective"
-            raise TeacherError(Problem(where, f"{given} of teacher {name}", needed, fix))
-    logprobs = ragged_zeros([len(sample.tokens) for sample in samples], np.float32)
-    logprobs.values.fill(np.nan)
-    for row, sample in enumerate(samples):
-        if sample.teacher is not None:
-            logprobs.row(row)[:] = sample.teacher.logprobs
+            raise TeacherError(Problem(where, f"{has} of teacher {name}", needed, fix))
     return Taught(names, logprobs)
 
 
 def teachers_of_rows(recipe: Recipe, groups: Sequence[Group]) -> list[str | None]:
     """Returns the name of each row's teacher, None without one."""
-    return [name for group in groups for name in [teacher_of(recipe, group.prompt)] * len(group.samples)]
+    of_groups = [(teacher_of(recipe, group.prompt), group) for group in groups]
+    return [name for name, group in of_groups for _ in group.samples]
 
 
 def given_rows(groups: Sequence[Group]) -> np.ndarray:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from megagrpo.cluster.reward_models import asked_ids, asked_of_teachers, scored
-from megagrpo.errors import EngineError, Problem, TeacherError, brief
+from megagrpo.errors import EngineError, Problem, TeacherError
 from megagrpo.progress import progress
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import Recipe
@@ -25,6 +25,7 @@ from megagrpo.reward.executors import waited
 from megagrpo.reward.judging.asked import AnswerCache, Asked, OverBudgetError, Reply, Terms, UnansweredError, key_of
 from megagrpo.reward.judging.client import HttpEndpoint
 from megagrpo.rollout.kinds import ENGINES
+from megagrpo.rollout.requests import teacher_of
 from megagrpo.trainer.batches import branches_of
 from megagrpo.types import Group, Prompt, Sample, TeacherTokens
 
@@ -293,18 +294,6 @@ class Teachers:
             await client.teacher.close()
         if self._cache is not None:
             self._cache.close()
-
-
-def teacher_of(recipe: Recipe, prompt: Prompt) -> str | None:
-    """Returns the name of a row's teacher, None without one. Raises TeacherError if the row names another thing."""
-    try:
-        name = recipe.teacher_of(prompt.data_source, prompt.extra_info)
-    except ValueError as error:
-        raise TeacherError(Problem(f"prompt {prompt.id}", str(error), "the name of a teacher")) from error
-    if name is not None and name not in recipe.teachers:
-        known = ", ".join(recipe.teachers)
-        raise TeacherError(Problem(f"prompt {prompt.id}", brief(name), f"one of {known}"))
-    return name
 
 
 def _with_answers(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megagrpo.algorithm.distillation import TeacherTopKConfig
-from megagrpo.batching.rank_batches import RankBatch, TrainSequence
+from megagrpo.batching.rank_batches import IDLE, RankBatch, TrainSequence
 from megagrpo.errors import RankError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.divergence_head import HeadScale
@@ -53,7 +53,13 @@ WEIGHT = 0.7
 
 
 def recipe_of(
-    layout: ParallelLayout, objective: Any, *, offload: bool = False, rewards: bool = False, entropy: float = 0.0
+    layout: ParallelLayout,
+    objective: Any,
+    *,
+    offload: bool = False,
+    rewards: bool = False,
+    entropy: float = 0.0,
+    system: str | None = None,
 ) -> Recipe:
     """Rewards with a KL term, or rewards with an entropy bonus, are beside the teachers only if wanted."""
     functions = [{"function": "gsm8k"}] if rewards or entropy else []
@@ -62,7 +68,7 @@ def recipe_of(
         "kl": {"coefficient": 0.1 if rewards else 0.0},
         "entropy_coefficient": entropy,
         "aggregation": "token_mean",
-        "distillation": {"objective": objective, "weight": WEIGHT, "column": "teacher"},
+        "distillation": {"objective": objective, "weight": WEIGHT, "column": "teacher", "system": system},
     }
     on_ranks = {"kind": "ranks", "path": "unused", "offload": offload}
     teachers = {"on_ranks": on_ranks, "asked": asked}
@@ -270,7 +276,9 @@ def test_a_teachers_logprobs_are_those_of_its_tokens_alone(offload, reads_more, 
     if reads_more:
         pairs = zip(case.sequences, prompts, strict=True)
         case = replace(case, sequences=[replace(one, prompt_of_teacher=prompt) for one, prompt in pairs])
-    recipe = recipe_of(layout, {"name": "sampled_token"}, offload=offload, rewards=True)
+    recipe = recipe_of(
+        layout, {"name": "sampled_token"}, offload=offload, rewards=True, system="Add." if reads_more else None
+    )
     numbers, outside, inside = zip(*on_ranks(teacher_logprobs, recipe, case, recipe, teacher), strict=True)
     model, wanted = load_reference(teacher), []
     for sequence, prompt in zip(case.sequences, prompts, strict=True):
@@ -456,3 +464,29 @@ def test_ids_that_the_policy_lacks_are_among_all_others():
             gradients.append(torch.autograd.grad(found.divergence.sum(), hidden)[0])
             assert found.divergence.isfinite().all()
         assert torch.allclose(*gradients, atol=1e-6)
+
+
+def of_idle_ranks(
+    rank: TrainRank, batch: RankBatch, advantages: Any, recipes: list[Recipe], teacher: Path
+) -> list[int]:
+    """The response tokens with a divergence or a teacher's logprob, by recipe; the first data rank has no sequences."""
+    counts = []
+    for recipe in recipes:
+        idle = rank.where.data == 0
+        rank_with(rank, recipe, teacher).load_batch(without_sequences(batch) if idle else batch)
+        rank.compute_teachers(["on_ranks"])
+        compute_gradients(rank, np.zeros_like(advantages))
+        found = rank.token_teacher()
+        counts.append(0 if found is None else int(np.isfinite(found.values).sum()))
+    return counts
+
+
+def without_sequences(batch: RankBatch) -> RankBatch:
+    return replace(batch, minibatches=tuple(tuple(IDLE for _ in minibatch) for minibatch in batch.minibatches))
+
+
+def test_a_rank_without_response_tokens_goes_through_all_passes(case, teacher):
+    recipes = [recipe_of(ParallelLayout(data=2), {"name": name}) for name in ("sampled_token", "full_vocabulary")]
+    first, second = on_ranks(of_idle_ranks, recipes[0], case, recipes, teacher)
+    assert first == [0, 0]
+    assert min(second) > 0

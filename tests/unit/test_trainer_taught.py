@@ -13,11 +13,11 @@ from megagrpo.algorithm.advantage_method import Advantages
 from megagrpo.algorithm.distillation import DistillationConfig
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
 from megagrpo.batching.rank_batches import sequences_of
-from megagrpo.errors import TeacherError
+from megagrpo.errors import EngineError, TeacherError
 from megagrpo.rollout.requests import training_order
 from megagrpo.track.metrics import documented, undocumented
 from megagrpo.trainer.schedule import Live, grpo_step
-from megagrpo.trainer.step import load, sample, train, train_sequences, with_signal
+from megagrpo.trainer.step import load, sample, train, train_sequences, with_routes, with_signal
 from megagrpo.trainer.step_metrics import step_metrics, step_proof
 from megagrpo.trainer.taught import Taught, given_rows, taught_of, teacher_metrics
 from megagrpo.types import Group, Prompt, Sample, Score, TeacherTokens
@@ -94,7 +94,7 @@ def test_sequences_have_their_teachers_and_what_these_said() -> None:
     assert taught is not None
     assert list(taught.teacher_of_row) == ["a", "c"]
     np.testing.assert_allclose(taught.logprobs.values, [-0.5, -0.7, np.nan])
-    asked, other = train_sequences(groups, np.ones(2, bool), teachers=[0, 2])
+    asked, other = train_sequences(groups, np.ones(2, bool), teachers=[0, 2], asked={0})
     assert (asked.teacher, other.teacher, other.taught) == (0, 2, None)
     assert asked.taught is not None
     assert asked.taught.ids.shape == (2, 2)
@@ -134,7 +134,13 @@ def test_no_teacher_is_asked_while_the_critic_warms_up() -> None:
 
 @pytest.mark.parametrize(
     "term",
-    ["reward.overlong={buffer_tokens: 2, penalty: 1.0}", "reward.non_stop_score=-1.0", "algorithm.kl.coefficient=0.1"],
+    [
+        "reward.overlong={buffer_tokens: 2, penalty: 1.0}",
+        "reward.non_stop_score=-1.0",
+        "algorithm.kl.coefficient=0.1",
+        "algorithm.loss.name=kl_cov",
+        "algorithm.credit=discounted",
+    ],
 )
 def test_teachers_are_not_alone_where_another_term_has_a_gradient(term: str) -> None:
     alone = (
@@ -287,3 +293,23 @@ def test_a_step_of_given_responses_alone_is_trained_on() -> None:
     assert not {"reward/mean", "response_tokens/mean", "advantages/mean"} & done.metrics.keys()
     assert done.proof is not None
     assert (done.proof.tokens, done.proof.versions) == (0, ())
+
+
+def test_given_responses_have_no_routes_and_excuse_no_sampled_one() -> None:
+    group = group_of("x", sample_of([-1.0]))
+    given = replace(group, samples=(replace(group.samples[0], finish="given"),))
+    assert with_routes([given], np.ones(1, bool)).all()
+    with pytest.raises(EngineError, match="no routes"):
+        with_routes([given, group], np.ones(2, bool))
+
+
+def test_an_answer_of_another_runs_teacher_is_not_taken_for_that_of_the_rows_own() -> None:
+    recipe = recipe_with(*TEACHERS, "algorithm.distillation={by_source: {x: c}}")
+    groups = [group_of("x", sample_of([-1.0], [-0.5])), group_of("none", sample_of([-1.0], [-0.5]))]
+    taught = taught_of(recipe, groups)
+    assert taught is not None
+    assert np.isnan(taught.logprobs.values).all()
+    assert [one.taught for one in train_sequences(groups, np.ones(2, bool), teachers=[2, -1], asked={0})] == [
+        None,
+        None,
+    ]

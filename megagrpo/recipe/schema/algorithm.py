@@ -145,10 +145,6 @@ class AlgorithmConfig(Section):
         """Returns whether the policy trains at `step`: the critic's warm-up, if there is one, is over."""
         return self.critic is None or step > self.critic.warmup_steps
 
-    def reads_logprobs(self, step: int) -> bool:
-        """Returns whether training at `step` reads logprobs; a critic that learns alone needs values only."""
-        return self.policy_learns(step) or self.kl_in_reward
-
     RULES: ClassVar[Rules[AlgorithmConfig]] = {
         "gae_without_critic": lambda a: a.advantage.name == "gae" and a.critic is None,
         "critic_without_gae": lambda a: a.critic is not None and a.advantage.name != "gae",

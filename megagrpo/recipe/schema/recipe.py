@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from megagrpo.algorithm.advantages import OwnAdvantageConfig
+from megagrpo.algorithm.policy_losses import CovarianceLoss, OwnLossConfig
 from megagrpo.recipe.reward_functions import executor_of
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.recipe.schema.algorithm import AlgorithmConfig
@@ -246,8 +247,9 @@ class Recipe(Section):
         """Returns whether the loss has no other term than the divergence from teachers."""
         algorithm, reward = self.algorithm, self.reward
         rewards = reward.scores or reward.overlong or reward.non_stop_score or algorithm.critic
+        rewards = rewards or algorithm.credit.by_turn or isinstance(algorithm.advantage, OwnAdvantageConfig)
         others = rewards or algorithm.kl.coefficient or algorithm.entropy_coefficient
-        others = others or isinstance(algorithm.advantage, OwnAdvantageConfig)
+        others = others or isinstance(algorithm.loss, CovarianceLoss | OwnLossConfig)
         return algorithm.distillation is not None and algorithm.distillation.objective.in_loss and not others
 
     @property
