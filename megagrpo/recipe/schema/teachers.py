@@ -18,7 +18,7 @@ class BudgetConfig(Section):
     """Most tokens that are sent and answered. Requests in flight are finished."""
 
     seconds: Seconds | None = None
-    """Most seconds with requests in flight. These are cut off."""
+    """Most seconds in which answers are awaited. Requests in flight are cut off."""
 
 
 class AskedTeacher(Section):
