@@ -19,8 +19,8 @@ class StepMetrics:
 
     loss: float  # the minimised sum, mean over optimizer steps
     policy_loss: float  # its policy term, importance weights included
-    kl: float | None  # estimate against the reference; None without a reference
-    entropy: float | None  # None: not computed
+    kl: float | None  # estimate against the reference; None without one, or without a sampled token
+    entropy: float | None  # None: not computed, or no token was sampled
     clip_low_fraction: float  # tokens whose gradient the lower bound cut
     clip_high_fraction: float  # tokens whose gradient the upper bound cut
     ratio_mean: float  # ratio of the policy's probability to the old one

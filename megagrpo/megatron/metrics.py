@@ -70,13 +70,13 @@ class MetricSums:
         if self._correction is not None:
             sum_over_ranks(self._correction)
         loss, policy_loss, kl, entropy, low, high, ratio, tokens = sums.tolist()
-        count, steps = tokens or math.nan, max(len(grad_norms), 1)  # no tokens: all responses are given
+        count, steps = max(tokens, 1.0), max(len(grad_norms), 1)
         grad_norm, skipped = steps_taken(grad_norms)
         return StepMetrics(
             loss=loss / steps,
             policy_loss=policy_loss / steps,
-            kl=kl / count if self._has_kl else None,
-            entropy=entropy / count if self._has_entropy else None,
+            kl=kl / count if self._has_kl and tokens else None,
+            entropy=entropy / count if self._has_entropy and tokens else None,
             clip_low_fraction=low / count,
             clip_high_fraction=high / count,
             ratio_mean=ratio / count,
