@@ -36,7 +36,7 @@ BUDGETS = {
     ("checkpoint", "convert"): 2_488,
     ("rollout",): 5_221,
     ("cluster",): 3_430,
-    ("trainer", "evaluation"): 4_889,
+    ("trainer", "evaluation"): 4_891,
     ("recipe", "preflight", "doctor"): 6_155,
     ("plan",): 5_306,
     ("data",): 2_804,

@@ -288,8 +288,10 @@ class Teachers:
         return Problem(f"{where}.url", f"{config.url}: {failure}", needed, fix)
 
     async def _close(self) -> None:
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for client in self._teachers.values():
             await client.teacher.close()
         if self._cache is not None:
