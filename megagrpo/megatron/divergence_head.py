@@ -1,5 +1,5 @@
 """Distillation at the end of the last pipeline stage: the divergence of a student from a teacher of the same ranks with
-the student's logprobs, the most likely ids of a model, and logprobs at given ids.
+the student's logprobs, and the most likely ids of a model (heads.py has logprobs at given ids).
 
 Logits [tokens, vocabulary] never exist, neither the student's nor the teacher's: both apply a few rows of their output
 matrices at a time, the same ids, each half as many as a head of one model.
