@@ -78,20 +78,20 @@ def main() -> None:
 
         def forward() -> None:
             begin(recipes["sampled_token"])
-            rank.compute_teachers(["teacher"])
+            rank.compute_teachers({"teacher": None})
 
         def step_of(recipe: Recipe) -> Callable[[], None]:
             def step() -> None:
                 begin(recipe)
                 if recipe.teachers:
-                    rank.compute_teachers(["teacher"])
+                    rank.compute_teachers({"teacher": None})
                 rank.update(advantages, LR, 0.0, 1)
 
             return step
 
         def body() -> None:
             begin(recipes["teacher_top_k, k 32"])
-            rank.compute_teachers(["teacher"])
+            rank.compute_teachers({"teacher": None})
 
         steps = {"without a teacher": step_of(plain), "forward pass": forward, "forward pass without its head": body}
         seconds = seconds_of(steps | {name: step_of(recipe) for name, recipe in recipes.items()}, given.rounds)

@@ -1,6 +1,7 @@
 """The references of a recipe's fields, docs/reference/, and the JSON schemas by which editors complete and check them.
 
-`python -m tools.recipe_docs` writes them. A section that several fields have is described where it comes first.
+`python -m tools.recipe_docs` writes them. A section that several fields have is described where it comes first, but
+the policy's layout in train.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megagrpo.plan.advice import IMPOSSIBLE, START_RULES, UNWISE
 from megagrpo.recipe.model_rules import MODEL_RULES
 from megagrpo.recipe.problems import Expected
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megagrpo.recipe.schema.train import LayoutConfig
 from megagrpo.section import FILE_AND_FUNCTION, rule_texts
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -114,13 +116,13 @@ def _filled(template: str) -> str:
 
 class _Page:
     def __init__(self, recipe_class: type[AnyRecipe]) -> None:
-        self.places: dict[type[BaseModel], str] = {recipe_class: ""}
+        self.places: dict[type[BaseModel], str] = {recipe_class: "", LayoutConfig: "train.layout"}
         """The path at which each section is described."""
         self.anchors: set[str] = set()
 
     def sections(self) -> dict[type[BaseModel], str]:
         """Returns the path of every section."""
-        (whole,) = self.places
+        whole, _ = self.places
         for _ in self.lines(whole):
             pass
         return self.places
@@ -172,8 +174,7 @@ class _Page:
         self, path: str, section: type[BaseModel], heading: str, level: int, chosen_by: str = ""
     ) -> Iterator[str]:
         yield from (heading, "")
-        if section in self.places:
-            first = self.places[section]
+        if (first := self.places.get(section, path)) != path:
             yield from (f"The fields of [`{first}`](#{_slug(first)}).", "")
             return
         self.places[section] = path

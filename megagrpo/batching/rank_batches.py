@@ -43,6 +43,7 @@ class TrainSequence:
     taught: TeacherTokens | None = None  # of its response tokens, by a teacher that has been asked
     prompt_of_teacher: np.ndarray | None = None  # int64, what teachers read before the response; None: the same
     given: bool = False  # its response is of the data: it learns from its teacher alone
+    data_rank: int = 0  # the one that trains on it, in a batch of teachers
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +96,17 @@ def sequences_of(*batches: RankBatch) -> list[TrainSequence]:
     return [sequence for micro in micros for sequence in micro.sequences]
 
 
-def as_teachers_read(batch: RankBatch) -> RankBatch:
-    """Returns the batch with the teachers' prompts in place of the policy's, each sequence in its place: its response
-    tokens stay in their order."""
-
-    def changed(sequence: TrainSequence) -> TrainSequence:
-        if (prompt := sequence.prompt_of_teacher) is None:
-            return sequence
-        first = int(sequence.loss_mask.argmax())
-        tokens, none = np.concatenate([prompt, sequence.tokens[first:]]), np.zeros(len(prompt))
-        mask = np.concatenate([none.astype(bool), sequence.loss_mask[first:]])
-        logprobs = np.concatenate([none.astype(np.float32), sequence.rollout_logprobs[first:]])
-        return replace(sequence, tokens=tokens, loss_mask=mask, rollout_logprobs=logprobs, routes=None)
-
-    of = tuple(
-        tuple(Microbatch(tuple(map(changed, micro.sequences))) for micro in minibatch)
-        for minibatch in batch.minibatches
-    )
-    return replace(batch, minibatches=of)
+def as_teachers_read(sequence: TrainSequence, data_rank: int) -> TrainSequence:
+    """Returns a sequence of a data rank as its teacher on the ranks reads it: with the teacher's prompt if it has one,
+    without what passes that train need."""
+    own = replace(sequence, routes=None, kept=None, taught=None, data_rank=data_rank)
+    if (prompt := sequence.prompt_of_teacher) is None:
+        return own
+    first = int(sequence.loss_mask.argmax())
+    tokens, none = np.concatenate([prompt, sequence.tokens[first:]]), np.zeros(len(prompt))
+    mask = np.concatenate([none.astype(bool), sequence.loss_mask[first:]])
+    logprobs = np.concatenate([none.astype(np.float32), sequence.rollout_logprobs[first:]])
+    return replace(own, tokens=tokens, loss_mask=mask, rollout_logprobs=logprobs)
 
 
 def make_rank_batches(

@@ -131,6 +131,11 @@ class TrainRanks:
         ranks = self.actors.items()
         self.wait("load_batch", [ask(actor, "load_batch", shared[self._data_rank[name]]) for name, actor in ranks])
 
+    def compute_teachers(self, batches: Mapping[str, Sequence[RankBatch] | None]) -> None:
+        """Runs teachers' passes, as TrainRank.compute_teachers; all ranks read one shared object."""
+        shared = ray.put(batches)
+        self.wait("compute_teachers", [ask(actor, "compute_teachers", shared) for actor in self.ranks])
+
     def begin_profile(self, ranks: Sequence[int], memory: bool) -> None:
         """Starts a profile on each of these ranks."""
         names = [f"train rank {rank}" for rank in ranks]

@@ -6,12 +6,16 @@ It needs no environment variables, so it works the same under Ray actors, torchr
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 import torch
@@ -72,6 +76,12 @@ def start_parallel(layout: ParallelLayout, seed: int, timeout_seconds: float = 1
         given = f"{dist.get_world_size()} ranks"
         needed = f"{layout.ranks} ranks for {layout}"
         raise RankError(Problem("the layout does not fit the number of training ranks", given, needed))
+    _make_groups(layout, timeout_seconds)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds))  # torch has no public name for it
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def _make_groups(layout: ParallelLayout, timeout_seconds: float) -> None:
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
@@ -88,8 +98,35 @@ def start_parallel(layout: ParallelLayout, seed: int, timeout_seconds: float = 1
         where = f"training rank {dist.get_rank()}: other ranks did not answer when it made the groups of the layout"
         needed = f"all {layout.ranks} ranks within {timeout_seconds:g} s"
         raise RankError(Problem(where, str(error), needed, "raise cluster.start_timeout_seconds")) from error
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds))  # torch has no public name for it
-    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+Groups = Mapping[str, Any]
+"""Megatron's process groups for a layout, with sizes and ranks: what parallel_state has, by name."""
+
+
+def further_groups(layout: ParallelLayout, timeout_seconds: float) -> Groups:
+    """Makes groups of the same ranks for another layout, for `in_groups`. As start_parallel, after it."""
+    own = _groups()
+    parallel_state.destroy_model_parallel()  # it forgets groups, and ends none
+    _make_groups(layout, timeout_seconds)
+    further = _groups()
+    vars(parallel_state).update(own)
+    return further
+
+
+@contextmanager
+def in_groups(groups: Groups) -> Iterator[None]:
+    """Puts these groups in the place of Megatron's own inside the block."""
+    own = {name: vars(parallel_state)[name] for name in groups}
+    vars(parallel_state).update(groups)
+    try:
+        yield
+    finally:
+        vars(parallel_state).update(own)
+
+
+def _groups() -> Groups:
+    return {name: value for name, value in vars(parallel_state).items() if re.fullmatch(r"_[A-Z_]+", name)}
 
 
 def compile_storage_sharing() -> None:

@@ -8,10 +8,9 @@ Every method is collective: all ranks call the same ones in the same order. It k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from megagrpo.algorithm.kl import kl_estimate
 from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.algorithm.policy_losses import ObjectiveInputs, grpo_objective
 from megagrpo.algorithm.token_advantages import token_energy
-from megagrpo.batching.rank_batches import RankBatch, as_teachers_read
+from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.errors import DIVERGED_FIX, Problem, RankError
 from megagrpo.megatron.batch import (
     Minibatch,
@@ -31,7 +30,6 @@ from megagrpo.megatron.batch import (
     RowOrTokenValues,
     TokenTensors,
     TokenWeights,
-    as_tensors,
     of_tokens,
     weigh,
 )
@@ -86,7 +84,6 @@ class TrainRank(ModelRank):
         if train.quantization is not None:
             self.served = ServedWeights(self.policy.chunks, self.policy.manifest(), self.policy.architecture)
         self.teachers = Teachers(recipe, self.policy, self._own_routes)
-        self.read_by_teachers = self.batch
         if recipe.keeps_reference:
             follows = algorithm.reference.update_every_steps is not None
             self.policy.keep_reference(algorithm.reference.share if follows else None)
@@ -108,9 +105,8 @@ class TrainRank(ModelRank):
 
     def add_teacher(self, name: str, directory: str) -> None:
         """Builds a teacher of kind ranks and loads it. Raises ModelError or RecipeError."""
-        teacher: Any = self.recipe.teachers[name]
-        of_policy = self.policy.architecture, train_config(self.recipe), self.where, self.dtype, self.device.type
-        self.teachers.add(name, RanksTeacher(directory, *of_policy, offload=teacher.offload))
+        read_by = self.recipe.read_by(name)
+        self.teachers.add(name, RanksTeacher(directory, name, read_by, self.policy, self.dtype, self.device.type))
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
@@ -120,13 +116,6 @@ class TrainRank(ModelRank):
             self.routes.begin_batch()
         self.passes, self.own_routes = Passes(), None
         self.teachers.begin_batch()
-        read_more = self.recipe.taught_tokens_max > self.recipe.sequence_tokens_max
-        if read_more and self.recipe.teachers_on_ranks:
-            has_logits, at_once = self.has_logits, self.microbatches_at_once
-            on = self.layout, self.where.context, self.device
-            self.read_by_teachers = as_tensors(as_teachers_read(batch), *on, has_logits=has_logits, at_once=at_once)
-        else:
-            self.read_by_teachers = self.batch
 
     def compute_old_logprobs(self) -> None:
         """Computes logprobs of the batch under the policy's current weights, and energies if advantages are made from
@@ -145,11 +134,12 @@ class TrainRank(ModelRank):
         with self.policy.reference_here() as reference, reference.in_place_of_policy(), self._own_routes():
             self.passes = replace(self.passes, reference_logprobs=self._compute_logprobs("reference")[0])
 
-    def compute_teachers(self, names: Sequence[str]) -> None:
-        """Runs the passes of these teachers on the ranks; what they find stays on this rank."""
-        of_reference = self.passes.reference_logprobs if self.read_by_teachers is self.batch else None
-        self.teachers.read(names, self.read_by_teachers, self.shard, of_reference)
-        self.read_by_teachers = self.batch  # its copy is not read again
+    def compute_teachers(self, batches: Mapping[str, Sequence[RankBatch] | None]) -> None:
+        """Runs the passes of these teachers on the ranks; what they find stays with the ranks that train on it.
+
+        batches: of a teacher's own, for each data rank of its layout; None: it reads the policy's.
+        """
+        self.teachers.read(batches, self.batch, self.shard, self.passes.reference_logprobs)
 
     def compare_own_routes(self) -> None:
         """Computes the mismatch of the batch with experts that the trainer's routers choose, for the next update's

@@ -1,9 +1,9 @@
-"""Teachers on the training ranks: models in the policy's layout that are not trained, what they say of a batch, and the
-divergence of the policy from teachers."""
+"""Teachers on the training ranks: models that are not trained, what they say of a batch, and the divergence of the
+policy from teachers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -19,19 +19,23 @@ from megagrpo.algorithm.distillation import (
     TeacherTopKConfig,
     divergence_of_top,
 )
+from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.errors import Problem, RankError
-from megagrpo.layout.parallel import RankCoordinates
-from megagrpo.megatron.batch import Batch, ResponseTokens, TokenTensors
+from megagrpo.layout.parallel import rank_grid
+from megagrpo.megatron.batch import Batch, ResponseTokens, TokenTensors, as_tensors
 from megagrpo.megatron.config import transformer_config
 from megagrpo.megatron.divergence_head import Compared, HeadScale, top_logprobs, vocabulary_divergence
 from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
 from megagrpo.megatron.kept_head import kept_logprobs
 from megagrpo.megatron.model import build_chunks, named_tensors, read_tokens, unwrapped
 from megagrpo.megatron.offload import HostMemory
+from megagrpo.megatron.owners import keys_of, owners_of, to_owners
+from megagrpo.megatron.process import further_groups, in_groups
 from megagrpo.megatron.state import parameters_of
 from megagrpo.megatron.trained_model import TrainedModel
-from megagrpo.recipe.defaults import frozen_config
-from megagrpo.recipe.schema import Recipe, TrainConfig
+from megagrpo.recipe.defaults import frozen_config, train_config
+from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema.teachers import RanksTeacherConfig
 from megagrpo.weights.boxes import Box, Manifest, Placement, Storage
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
@@ -64,44 +68,45 @@ def head_scale(architecture: Architecture, temperature: float) -> HeadScale:
 
 
 class RanksTeacher:
-    """A model that is not trained, on this rank in the policy's layout.
+    """A model that is not trained, on this rank: in the policy's layout, or in its own.
 
-    With `offload` its weights are in host memory but inside of `here`; its output matrix stays on the device.
+    With `offload` its weights are in host memory but inside of `here`; its output matrix stays on the device, split as
+    the policy's.
     """
 
     def __init__(
-        self,
-        directory: str,
-        policy: Architecture,
-        train: TrainConfig,
-        where: RankCoordinates,
-        dtype: torch.dtype,
-        device: str,
-        *,
-        offload: bool,
+        self, directory: str, name: str, read_by: Recipe, policy: TrainedModel, dtype: torch.dtype, device: str
     ) -> None:
-        """Builds this rank's part and loads it. Collective over all ranks. Raises ModelError or RecipeError."""
+        """Builds this rank's part and loads it. Collective over all ranks. Raises ModelError or RecipeError.
+
+        read_by: Recipe.read_by of this teacher."""
         self.architecture, self._directory = read_architecture(directory), directory
-        train = frozen_config(train, self.architecture)
-        layout = train.layout.parallel()
+        self.layout, of_policy = read_by.train.layout.parallel(), policy.layout
+        self.where = rank_grid(self.layout)[policy.where.rank]
+        own = self.layout != of_policy
+        self._groups = further_groups(self.layout, read_by.cluster.step_timeout_seconds) if own else {}
+        train = frozen_config(train_config(read_by), self.architecture)
         config = transformer_config(self.architecture, train, dtype, device)
         side = TE_SPEC if config.transformer_impl == "transformer_engine" else LOCAL_SPEC
-        self.chunks = build_chunks(self.architecture, config, layout)
-        name = str(dtype).removeprefix("torch.")
-        manifest = side.manifest(self.architecture, layout, where, name)
+        with in_groups(self._groups):
+            self.chunks = build_chunks(self.architecture, config, train.layout.parallel())
+        of_dtype = str(dtype).removeprefix("torch.")
+        manifest = side.manifest(self.architecture, train.layout.parallel(), self.where, of_dtype)
         load_files(directory, manifest, named_tensors(self.chunks), self.architecture)
         for parameter in parameters_of(self.chunks).values():
             parameter.requires_grad_(False)
         self._weight: Tensor | None = None
-        if where.pipeline == layout.pipeline - 1:
-            rows = policy.padded_vocab(layout.tensor) // layout.tensor
-            if layout.tensor == 1 or self.architecture.padded_vocab(layout.tensor) == rows * layout.tensor:
+        if policy.where.pipeline == of_policy.pipeline - 1:
+            rows = policy.architecture.padded_vocab(of_policy.tensor) // of_policy.tensor
+            fits = of_policy.tensor == 1 or self.architecture.padded_vocab(of_policy.tensor) == rows * of_policy.tensor
+            if fits and not own:
                 self._weight = output_weight(unwrapped(self.chunks[-1]))
             else:
-                self._weight = self._rows(where.tensor * rows, rows, dtype)
+                self._weight = self._rows(policy.where.tensor * rows, rows, dtype)
         self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
         """Storages that are in host memory but inside of `here`, and their bytes there."""
-        if offload:
+        config_of = read_by.teachers[name]
+        if isinstance(config_of, RanksTeacherConfig) and config_of.offload:
             self._move_to_host()
 
     def _rows(self, first: int, rows: int, dtype: torch.dtype) -> Tensor:
@@ -145,7 +150,7 @@ class RanksTeacher:
             needed = f"ids below {self.architecture.vocab}, the teacher's vocabulary"
             where, fix = f"tokens of the step, for the teacher {self._directory}", "a policy that samples no such id"
             raise RankError(Problem(where, f"{largest}", needed, fix))
-        with self.here():
+        with self.here(), in_groups(self._groups):
             return read_tokens(self.chunks, batch, read)
 
     def head(self, temperature: float) -> Head:
@@ -190,13 +195,20 @@ class Teachers:
     def add(self, name: str, teacher: RanksTeacher) -> None:
         self._models[self._numbers[name]] = teacher
 
-    def read(self, names: Sequence[str], batch: Batch, shard: ShardOf, of_reference: TokenTensors | None) -> None:
-        """Runs these teachers' passes over the batch. They find logprobs of its tokens, or for an objective in the loss
-        the hidden states before them. of_reference: the reference's logprobs of the batch, if they are known.
+    def read(
+        self,
+        batches: Mapping[str, Sequence[RankBatch] | None],
+        batch: Batch,
+        shard: ShardOf,
+        of_reference: TokenTensors | None,
+    ) -> None:
+        """Runs these teachers' passes over the policy's batch, or over their own. They find logprobs of its tokens, or
+        for an objective in the loss the hidden states before them. of_reference: the reference's logprobs of the
+        policy's batch, if they are known.
 
         Raises RankError if a number that a teacher found for its own tokens is not finite."""
         logprobs = [torch.full_like(response.rollout_logprobs, torch.nan) for response in batch.responses]
-        for name in names:
+        for name, apart in batches.items():
             number = self._numbers[name]
 
             def read(output: Tensor, response: ResponseTokens, number: int = number) -> Tensor:
@@ -207,9 +219,13 @@ class Teachers:
                 options = vars(head.scale) | {"entropy": False}
                 return kept_logprobs(output, *where, head.weight, shard(self._vocab(number)), **options)[0]
 
-            of_model = self._objective.in_loss or number in self._models or of_reference is None
-            found = self._pass(name, batch, read) if of_model else of_reference or ()
             its = [_is_of(response, number) for response in batch.responses]
+            if apart is not None:
+                found = self._pass_apart(name, apart, batch.responses, its, read)
+            elif self._objective.in_loss or number in self._models or of_reference is None:
+                found = self._pass(name, batch, read)
+            else:
+                found = of_reference
             own = tuple(values[of_teacher] for values, of_teacher in zip(found, its, strict=True))
             for response, of_teacher, values in zip(batch.responses, its, own, strict=True):
                 _require_finite(name, response, of_teacher, values)
@@ -293,6 +309,35 @@ class Teachers:
                 self._reference_weight = weight.clone() if goes and weight is not own else weight
             with reference.in_place_of_policy(), self._own_routes():
                 return self._policy.read_tokens(batch, read)
+
+    def _pass_apart(
+        self,
+        name: str,
+        batches: Sequence[RankBatch],
+        responses: Sequence[ResponseTokens],
+        its: Sequence[Tensor],
+        read: Callable[[Tensor, ResponseTokens], Tensor],
+    ) -> TokenTensors:
+        """Runs a pass over a teacher's own batches, and brings its hidden states to the ranks that train on the tokens.
+        Returns what `read` makes of them for all `responses`; of tokens that are not `its`, something.
+        """
+        model: RanksTeacher | TrainedModel = self._models.get(self._numbers[name], self._policy)
+        layout, where, own = model.layout, model.where, self._policy.layout
+        weight = next(self._policy.chunks[0].parameters())
+        batch, device = batches[where.data], weight.device
+        last = where.pipeline == layout.pipeline - 1
+        tensors = as_tensors(batch, layout, where.context, device, has_logits=last, at_once=1)
+        found = self._pass(name, tensors, lambda output, response: output[response.positions])
+        values = torch.cat([weight.new_empty(0, model.architecture.hidden), *found])
+        of_found = keys_of(tensors.responses, device), owners_of(batch, tensors.responses, device)
+        wanted = keys_of(responses, device)[torch.cat([torch.empty(0, dtype=torch.bool, device=device), *its])]
+        sends = range(where.tensor, own.tensor, layout.tensor)
+        hidden = to_owners(values, *of_found, wanted, own, sends).split([int(of.sum()) for of in its])
+        made = []
+        for response, of_teacher, values in zip(responses, its, hidden, strict=True):
+            positions = (of_teacher.cumsum(0) - 1).where(of_teacher, len(values))
+            made.append(read(torch.nn.functional.pad(values, (0, 0, 0, 1)), replace(response, positions=positions)))
+        return tuple(made)
 
     def _vocab(self, number: int | None) -> int:
         """Returns the number of ids that a teacher and the policy both have."""

@@ -22,7 +22,8 @@ from megagrpo.plan.other_models import (
     bytes_beside,
     heads_again,
     offloaded_bytes,
-    output_bytes,
+    output_elements,
+    stages_within,
     teacher_cases,
     teacher_parameters,
 )
@@ -314,10 +315,11 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
     without: list[Part] = []
     if "logprobs" in phases:
         for of in (case, *teacher_cases(case).values()):
-            its_stage, its = stages(len(of.architecture.layers), layout)[index], of.recipe.train
+            its_stages, its = stages(len(of.architecture.layers), of.layout), of.recipe.train
             tokens = its.logprob_tokens_per_microbatch or its.tokens_per_microbatch
             passed = replace(pass_of(of), tokens=min(tokens, _rank_tokens(of)))
-            without = max(without, _without_gradients(train, passed, its_stage), key=_sum)
+            for number in stages_within(case, index, of.layout):
+                without = max(without, _without_gradients(train, passed, its_stages[number]), key=_sum)
         without = without + served
     passing = max(_sum(with_gradients), _sum(without))  # the most that passes of a step allocate at once
     sizes = model_parts(case, index)
@@ -383,13 +385,17 @@ def _batch(case: Case, stage: Stage, sequences: int) -> Iterator[Part]:
 def _teacher_parts(case: Case, index: int, stage: Stage, sequences: int) -> Iterator[tuple[Part, Sequence[str]]]:
     """Yields what teachers hold on a rank, each with its phases: weights; and for a divergence in the loss, hidden
     states of the step's response tokens and a chunk of logits."""
-    split, again = ("train.layout.tensor", "train.layout.pipeline"), heads_again(case)
+    again = heads_again(case)
     for name, held in teacher_parameters(case, index).items():
-        size, moves = held.total * case.item_bytes, getattr(case.grpo.teachers[name], "offload", False)
+        size, moves = held * case.item_bytes, getattr(case.grpo.teachers[name], "offload", False)
+        own = getattr(case.grpo.teachers[name], "layout", None) is not None
+        of_layout = f"teachers.{name}.layout" if own else "train.layout"
+        split = f"{of_layout}.tensor", f"{of_layout}.pipeline"
         part = Part(f"teacher {name}", size, split if moves else (f"teachers.{name}.offload", *split))
         yield part, ("logprobs",) if moves else PHASES
         if moves and stage.head:  # its output matrix stays
-            yield replace(part, bytes=output_bytes(case, name, index)), ("rollout", "update", "weight_sync")
+            size = output_elements(case, name, index) * case.item_bytes
+            yield replace(part, bytes=size), ("rollout", "update", "weight_sync")
     if again and stage.head:
         recipe, models = case.grpo, again.values()
         tokens = min(_rank_tokens(case), sequences * sampled_tokens_max(recipe)) * recipe.algorithm.minibatches

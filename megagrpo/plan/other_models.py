@@ -9,16 +9,15 @@ from functools import lru_cache
 from pathlib import Path
 
 from megagrpo.errors import ModelError
+from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.case import Case
-from megagrpo.plan.parameters import RankParameters, known_models, rank_parameters, total_parameters
+from megagrpo.plan.parameters import known_models, rank_parameters, total_parameters
 from megagrpo.plan.units import byte_text, second_text
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.teachers import ExternalTeacherConfig, RanksTeacherConfig, ServedTeacherConfig
 from megagrpo.section import changed
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.sides.checkpoint import file_tensors
-
-MICROBATCHES = ("tokens_per_microbatch", "logprob_tokens_per_microbatch")
 
 
 def bytes_beside(recipe: Recipe, where: str, device: str) -> int | None:
@@ -46,31 +45,41 @@ def stored_parameters(path: str) -> int | None:
 
 
 def teacher_cases(case: Case) -> dict[str, Case]:
-    """Returns the case as each teacher on the ranks passes over it: its model in the policy's place, with prompts as
-    long as teachers read them and the same sequences in a microbatch. Only the reference has adapters."""
-    recipe = case.recipe
-    if not isinstance(recipe, Recipe) or not recipe.teachers_on_ranks:
-        return {}
-    read, before, now = recipe.as_teachers_read, recipe.sequence_tokens_max, recipe.taught_tokens_max
-    limits = {f"train.{key}": getattr(recipe.train, key) for key in MICROBATCHES}
-    read = changed(read, {key: limit and -(-limit * now // before) for key, limit in limits.items()})
-    prompt = case.lengths.prompt + case.assumptions.prompt_share * (now - before)
-    own = replace(case, recipe=read, assumptions=replace(case.assumptions, prompt_tokens=prompt))
-    others = replace(own, recipe=changed(read, {"train.lora": None}))
-    models = {name: case.teachers.get(name) for name in recipe.teachers_on_ranks}
-    return {name: replace(others, architecture=arch) if arch else own for name, arch in models.items()}
+    """Returns the case as each teacher on the ranks passes over it: its model in the policy's place, as `read_by`
+    says. Only the reference has adapters."""
+    recipe, cases = case.recipe, dict[str, Case]()
+    for name in recipe.teachers_on_ranks if isinstance(recipe, Recipe) else ():
+        read, added = case.grpo.read_by(name), case.grpo.taught_tokens_max - case.grpo.sequence_tokens_max
+        prompt = case.lengths.prompt + case.assumptions.prompt_share * added
+        own = replace(case, recipe=read, assumptions=replace(case.assumptions, prompt_tokens=prompt))
+        if (arch := case.teachers.get(name)) is not None:
+            own = replace(own, recipe=changed(read, {"train.lora": None}), architecture=arch)
+        cases[name] = own
+    return cases
 
 
-def teacher_parameters(case: Case, stage: int) -> dict[str, RankParameters]:
-    """Returns the elements of teachers of kind ranks on every rank of a pipeline stage, by their names."""
-    models = case.teachers.items()
-    return {name: rank_parameters(arch, case.layout, stage, case.fused_layers) for name, arch in models}
+def teacher_parameters(case: Case, stage: int) -> dict[str, int]:
+    """Returns the elements of teachers of kind ranks on the fullest rank of a pipeline stage of the policy, by their
+    names. The output matrix is there once more if it is split otherwise than the policy's."""
+    elements, tensor = {}, case.layout.tensor
+    for name, arch in case.teachers.items():
+        layout = case.grpo.read_by(name).train.layout.parallel()
+        held = [rank_parameters(arch, layout, its, case.fused_layers) for its in stages_within(case, stage, layout)]
+        same = layout == case.layout and arch.padded_vocab(tensor) == case.architecture.padded_vocab(tensor)
+        elements[name] = max(of.total for of in held) + (0 if same else output_elements(case, name, stage))
+    return elements
 
 
-def output_bytes(case: Case, name: str, stage: int) -> int:
-    """Returns the bytes of a teacher's output matrix on a rank of a stage, which stay on the device."""
-    held = teacher_parameters(case, stage)[name]
-    return (held.head or held.embedding) * case.item_bytes if stage == case.layout.pipeline - 1 else 0
+def stages_within(case: Case, stage: int, layout: ParallelLayout) -> range:
+    """Returns the pipeline stages in a layout of the ranks that are a stage of the policy."""
+    of_stage, per_stage = case.layout.ranks // case.layout.pipeline, layout.ranks // layout.pipeline
+    return range(stage * of_stage // per_stage, -(-(stage + 1) * of_stage // per_stage))
+
+
+def output_elements(case: Case, name: str, stage: int) -> int:
+    """Returns the elements of a teacher's output matrix on a rank of a stage, which stay on the device."""
+    rows = case.architecture.padded_vocab(case.layout.tensor) // case.layout.tensor
+    return rows * case.teachers[name].hidden if stage == case.layout.pipeline - 1 else 0
 
 
 def offloaded_bytes(case: Case, stage: int) -> int:
@@ -78,7 +87,7 @@ def offloaded_bytes(case: Case, stage: int) -> int:
     teachers = case.recipe.teachers if isinstance(case.recipe, Recipe) else {}
     moving = [name for name in case.teachers if getattr(teachers[name], "offload", False)]
     held = teacher_parameters(case, stage)
-    return sum(held[name].total * case.item_bytes - output_bytes(case, name, stage) for name in moving)
+    return sum((held[name] - output_elements(case, name, stage)) * case.item_bytes for name in moving)
 
 
 def heads_again(case: Case) -> dict[str, Case]:
@@ -108,8 +117,11 @@ def lines_of_teachers(case: Case) -> Iterator[tuple[str, str]]:
             devices = f"{teacher.devices} {noun}{'s' if teacher.devices > 1 and noun == 'GPU' else ''} of its own"
             text = f"{teacher.path} ({teacher.engine}) on {devices}{weights}, in all phases"
         elif isinstance(teacher, RanksTeacherConfig):
-            largest = max((of_stage[name].total * case.item_bytes for of_stage in held if name in of_stage), default=0)
-            text = f"{teacher.path} on the training ranks, {byte_text(largest)} of weights on each, in all phases"
+            largest = max((of_stage[name] * case.item_bytes for of_stage in held if name in of_stage), default=0)
+            where = f" ({teacher.layout.parallel()})" if teacher.layout else ""
+            text = (
+                f"{teacher.path} on the training ranks{where}, {byte_text(largest)} of weights on each, in all phases"
+            )
             if teacher.offload:
                 seconds = second_text(largest / case.assumptions.host_bytes_per_second)
                 text = text.replace("in all phases", f"there in its pass alone: its way takes {seconds} of a step")

@@ -229,7 +229,7 @@ def legal(case: Case, checked: AnyRecipe | None = None) -> bool:
         or broken_rules(recipe, checked=checked)
         or _splits_badly(recipe, arch)
         or (case.critic is not None and critic_problems(recipe, case.critic))
-        or (isinstance(recipe, Recipe) and any(frozen_problems(recipe, teacher) for teacher in case.teachers.values()))
+        or (isinstance(recipe, Recipe) and any(frozen_problems(recipe, *teacher) for teacher in case.teachers.items()))
         or engine_over_nodes(recipe)
     )
 

@@ -319,10 +319,10 @@ def _teaching(case: Case, responses: float, minibatch: BatchSize) -> tuple[Secon
     """Returns the seconds of teachers' passes on the ranks, and those that a divergence in the loss adds to updates."""
     recipe, passes, update = case.grpo, dict[str, float](), dict[str, float]()
     algorithm, advises = recipe.algorithm, recipe.algorithm.teachers_advise
-    shared = advises and algorithm.kl.coefficient > 0 and recipe.as_teachers_read is recipe
+    shared = advises and algorithm.kl.coefficient > 0 and recipe.taught_tokens_max == recipe.sequence_tokens_max
     for name, of in teacher_cases(case).items():
         if not shared or name in case.teachers:  # else the penalty's pass finds the reference's logprobs
-            read = BatchSize.of(responses, of.lengths)
+            read = BatchSize.of(responses / len(recipe.teachers), of.lengths)  # as if all had equally many rows
             read = read if advises else replace(read, head_tokens=0.0)  # hidden states alone
             passes |= _named(f"teacher {name}", TrainingRanks(of).forward_seconds(read))
     if algorithm.distillation is not None and not advises:

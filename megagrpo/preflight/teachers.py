@@ -73,11 +73,17 @@ def check_teachers(
 
 
 def _on_ranks(recipe: Recipe, name: str, directory: Path) -> list[Problem]:
-    """Returns the problems of a model in the policy's layout. Raises ModelError if it cannot be read."""
-    more = "" if recipe.as_teachers_read is recipe else ", or algorithm.distillation.system_tokens_max"
+    """Returns the problems of a model in its layout. Raises ModelError if it cannot be read."""
+    more = ", or algorithm.distillation.system_tokens_max" * (recipe.taught_tokens_max > recipe.sequence_tokens_max)
+    own = f"teachers.{name}.layout" if getattr(recipe.teachers[name], "layout", None) else "train.layout"
     return [
-        replace(fault, given=f"{fault.given} (teachers.{name}'s)", fix=fault.fix + more * ("_tokens_" in fault.where))
-        for fault in frozen_problems(recipe, read_architecture(directory))
+        replace(
+            fault,
+            where=fault.where.replace("train.layout", own),
+            given=f"{fault.given} (teachers.{name}'s)",
+            fix=fault.fix + more * ("_tokens_" in fault.where),
+        )
+        for fault in frozen_problems(recipe, name, read_architecture(directory))
     ]
 
 

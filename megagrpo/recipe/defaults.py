@@ -40,7 +40,7 @@ def train_config(recipe: AnyRecipe) -> TrainConfig:
 
 
 def frozen_config(train: TrainConfig, arch: Architecture) -> TrainConfig:
-    """Returns the settings of a model that is not trained, in the policy's layout. Experts' sizes are 1 without any."""
+    """Returns the settings of a model that is not trained. Experts' sizes are 1 without any."""
     alone = {} if arch.experts else {"expert": 1, "expert_tensor": None}
     changes = {"lora": None, "recompute": "none", "layout": train.layout.model_copy(update=alone)}
     return train.model_copy(update=changes | {"optimizer": train.optimizer.model_copy(update={"kind": "adam"})})

@@ -73,11 +73,12 @@ def critic_problems(recipe: AnyRecipe, critic: Architecture) -> list[Problem]:
     return model_problems(recipe.model_copy(update=changes), critic)
 
 
-def frozen_problems(recipe: Recipe, teacher: Architecture) -> list[Problem]:
+def frozen_problems(recipe: Recipe, name: str, teacher: Architecture) -> list[Problem]:
     """Returns the problems with a teacher on the ranks, which has neither adapters, gradients nor routes, and sees no
     evaluations."""
-    changes = {"train": frozen_config(recipe.train, teacher), "eval": EvalConfig()}
-    return critic_problems(recipe.as_teachers_read.model_copy(update=changes), teacher)
+    read = recipe.read_by(name)
+    changes = {"train": frozen_config(read.train, teacher), "eval": EvalConfig()}
+    return critic_problems(read.model_copy(update=changes), teacher)
 
 
 def token_problems(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:

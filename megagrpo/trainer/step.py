@@ -29,7 +29,7 @@ from megagrpo.rollout.requests import with_baseline
 from megagrpo.track.rollout_writer import Learned, first_groups
 from megagrpo.trainer.batches import Sampled, branches_of, save_batch
 from megagrpo.trainer.run import Run, TrainRun
-from megagrpo.trainer.taught import Taught, advised, given_rows, taught_of, teachers_of_rows
+from megagrpo.trainer.taught import Taught, advised, batches_of_teachers, given_rows, taught_of, teachers_of_rows
 from megagrpo.types import Group, Prompt, Sample, Score, Turn
 
 if TYPE_CHECKING:
@@ -262,8 +262,7 @@ def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: i
     if algorithm.kl.coefficient > 0:
         policy.call("compute_reference_logprobs")
     if recipe.teachers_on_ranks and algorithm.policy_learns(step):
-        chosen = {name for name, of_batch in zip(of_row, rows, strict=True) if of_batch}
-        policy.call("compute_teachers", [name for name in recipe.teachers_on_ranks if name in chosen])
+        policy.compute_teachers(batches_of_teachers(recipe, batches, run.work))
     every = recipe.rollout.mismatch.own_routes_every_steps
     if every is not None and step % every == 0:
         policy.call("compare_own_routes")

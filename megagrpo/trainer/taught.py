@@ -10,6 +10,8 @@ import numpy as np
 
 from megagrpo.algorithm.advantage_method import Advantages
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
+from megagrpo.batching.rank_batches import RankBatch, as_teachers_read, make_rank_batches, sequences_of
+from megagrpo.batching.work import Work
 from megagrpo.cluster.reward_models import asked_ids
 from megagrpo.errors import Problem, TeacherError
 from megagrpo.recipe.schema import Recipe
@@ -104,6 +106,28 @@ def teachers_of_rows(recipe: Recipe, groups: Sequence[Group]) -> list[str | None
     """Returns the name of each row's teacher, None without one."""
     of_groups = [(teacher_of(recipe, group.prompt), group) for group in groups]
     return [name for name, group in of_groups for _ in group.samples]
+
+
+def batches_of_teachers(
+    recipe: Recipe, batches: Sequence[RankBatch], work: Work
+) -> dict[str, Sequence[RankBatch] | None]:
+    """Returns the batches of the teachers on the ranks that rows have: None where it is the policy's, `batches`.
+
+    Others are a teacher's own rows, in its layout, with the prompts that it reads."""
+    found = dict[str, Sequence[RankBatch] | None]()
+    sequences = [(one, data_rank) for data_rank, batch in enumerate(batches) for one in sequences_of(batch)]
+    for number, name in enumerate(recipe.teachers):
+        own = [as_teachers_read(*pair) for pair in sequences if pair[0].teacher == number]
+        if not own or not recipe.teachers[name].on_ranks:
+            continue
+        read, found[name] = recipe.read_by(name), None
+        if read is not recipe or len(own) < len(sequences):
+            tokens = read.train.logprob_tokens_per_microbatch or read.train.tokens_per_microbatch
+            layout = read.train.layout.parallel()
+            found[name] = make_rank_batches(
+                own, layout=layout, minibatches=1, tokens_per_microbatch=tokens, seed=0, work=work
+            )
+    return found
 
 
 def given_rows(groups: Sequence[Group]) -> np.ndarray:

@@ -14,6 +14,7 @@ import torch
 
 from megagrpo.algorithm.distillation import TeacherTopKConfig
 from megagrpo.batching.rank_batches import IDLE, RankBatch, TrainSequence
+from megagrpo.batching.work import TOKENS
 from megagrpo.errors import RankError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.divergence_head import HeadScale
@@ -22,6 +23,7 @@ from megagrpo.megatron.metrics import reduce_mismatch
 from megagrpo.megatron.rank import TrainRank
 from megagrpo.megatron.teacher import Head, Teachers, _compared_at
 from megagrpo.recipe.schema import Recipe
+from megagrpo.trainer.taught import batches_of_teachers
 from megagrpo.types import KeptSets, TeacherTokens
 from megagrpo.weights.families import read_architecture
 from tests.distributed.conftest import CaseOf, Tiny
@@ -60,8 +62,10 @@ def recipe_of(
     rewards: bool = False,
     entropy: float = 0.0,
     system: str | None = None,
+    own: ParallelLayout | None = None,
 ) -> Recipe:
-    """Rewards with a KL term, or rewards with an entropy bonus, are beside the teachers only if wanted."""
+    """Rewards with a KL term, or rewards with an entropy bonus, are beside the teachers only if wanted. own: the layout
+    of the teacher on the ranks, if it is another than the policy's."""
     functions = [{"function": "gsm8k"}] if rewards or entropy else []
     asked = {"kind": "external", "url": "http://host", "tokenizer": "unused"}
     algorithm = {
@@ -70,7 +74,7 @@ def recipe_of(
         "aggregation": "token_mean",
         "distillation": {"objective": objective, "weight": WEIGHT, "column": "teacher", "system": system},
     }
-    on_ranks = {"kind": "ranks", "path": "unused", "offload": offload}
+    on_ranks = {"kind": "ranks", "path": "unused", "offload": offload, "layout": own and vars(own)}
     teachers = {"on_ranks": on_ranks, "asked": asked}
     train = {"distributed_optimizer": False}
     return make_recipe(layout, algorithm=algorithm, reward={"functions": functions}, teachers=teachers, train=train)
@@ -121,13 +125,13 @@ def rank_with(rank: TrainRank, recipe: Recipe, teacher: Path) -> TrainRank:
 
 
 def with_objectives(
-    rank: TrainRank, batch: RankBatch, advantages: Any, recipes: Mapping[str, Recipe], teacher: Path
+    rank: TrainRank, batch: RankBatch, advantages: Any, recipes: Mapping[str, Recipe], teacher: Path, apart: Any
 ) -> dict[str, tuple[float, Parts, Any, Any]]:
     """By objective: this rank's part of the loss, its gradients, its divergences and teachers' logprobs by token."""
     found = {}
     for name, recipe in recipes.items():
         rank_with(rank, recipe, teacher).load_batch(batch)
-        rank.compute_teachers(["on_ranks"])
+        rank.compute_teachers(apart)
         update = compute_gradients(rank, np.zeros_like(advantages))
         loss = update.metrics._loss.item() if rank.where.tensor == 0 else 0.0
         seen = rank.token_divergence() if rank.has_logits else None
@@ -188,19 +192,34 @@ def of_labels(case: Case, teacher: Path, temperature: float) -> np.ndarray:
     return torch.cat(by_token).numpy()
 
 
-FURTHER = soak("all", "context, data", "four tensor ranks", "expert, data", "three stages")
+FURTHER = soak(
+    *((name, None) for name in ("all", "context, data", "four tensor ranks", "expert, data", "three stages"))
+)
+OWN = [
+    ("tensor, data", ParallelLayout(pipeline=2, context=2)),
+    *soak(
+        ("context, data", ParallelLayout(tensor=2, data=2)),
+        ("unequal, context, expert", ParallelLayout(data=4)),
+        ("unequal, data", ParallelLayout(tensor=4)),
+        ("four tensor ranks", ParallelLayout(pipeline=2, virtual_pipeline=2, data=2)),
+    ),
+]
 
 
-@pytest.mark.parametrize("name", ["tensor, data", "unequal, context, expert", *FURTHER])
-def test_every_objective_has_torchs_value_and_gradients(name, case, teacher, case_of: CaseOf):
-    """With a dense teacher, of a policy with experts where the layout splits them."""
+@pytest.mark.parametrize(
+    ("name", "own"), [("tensor, data", None), ("unequal, context, expert", None), *OWN, *FURTHER], ids=str
+)
+def test_every_objective_has_torchs_value_and_gradients(name, own, case, teacher, case_of: CaseOf):
+    """With a dense teacher, of a policy with experts where the layout splits them. own: the teacher's own layout."""
     layout = ROWS[name].layout
     if layout.expert > 1:
         case = with_teachers(case_of("qwen3_moe"), teacher)
     else:
         layout = ROWS[name].of("qwen3")
-    recipes = {objective: recipe_of(layout, settings) for objective, settings in OBJECTIVES.items()}
-    results = on_ranks(with_objectives, recipes["reverse KL"], case, recipes, teacher)
+    recipes = {objective: recipe_of(layout, settings, own=own) for objective, settings in OBJECTIVES.items()}
+    recipe = recipes["reverse KL"]
+    apart = batches_of_teachers(recipe, make_batches(recipe, case), TOKENS) if own else {"on_ranks": None}
+    results = on_ranks(with_objectives, recipe, case, recipes, teacher, apart)
     for objective, settings in OBJECTIVES.items():
         losses, parts, seen, of_teacher = zip(*(result[objective] for result in results), strict=True)
         loss, gradients, by_token = by_torch(case, teacher, settings)
@@ -222,7 +241,7 @@ def beside_rewards(
     for name, (recipe, rewarded) in recipes.items():
         rank_with(rank, recipe, teacher).load_batch(batch)
         if recipe.algorithm.distillation.objective.in_loss:
-            rank.compute_teachers(["on_ranks"])
+            rank.compute_teachers({"on_ranks": None})
         compute_gradients(rank, advantages if rewarded else np.zeros_like(advantages))
         found[name] = gradients_of(rank.policy)
     return found
@@ -255,13 +274,15 @@ def test_beside_rewards_gradients_are_the_sum_of_both(objective, kept, case, tea
         assert np.abs(both - wanted).max() <= 2e-5 * max(np.abs(wanted).max(), 1e-30), tensor
 
 
-def teacher_logprobs(rank: TrainRank, batch: RankBatch, advantages: Any, recipe: Recipe, teacher: Path) -> Any:
+def teacher_logprobs(
+    rank: TrainRank, batch: RankBatch, advantages: Any, recipe: Recipe, teacher: Path, apart: Any
+) -> Any:
     """Logprobs by the teacher; and the bytes that its weights take before and inside of its pass."""
     rank_with(rank, recipe, teacher).load_batch(batch)
     (model,) = rank.teachers._models.values()
     weights = [p.untyped_storage() for chunk in model.chunks for p in chunk.parameters()]
     outside = sum(storage.nbytes() for storage in weights)
-    rank.compute_teachers(["on_ranks"])
+    rank.compute_teachers(apart)
     with model.here():
         inside = sum(storage.nbytes() for storage in weights)
     return rank.token_teacher() if rank.has_logits else None, outside, inside
@@ -270,8 +291,8 @@ def teacher_logprobs(rank: TrainRank, batch: RankBatch, advantages: Any, recipe:
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("reads_more", [False, True])
 def test_a_teachers_logprobs_are_those_of_its_tokens_alone(offload, reads_more, case, teacher):
-    """`reads_more`: the teacher has prompts of its own."""
-    layout = ParallelLayout(tensor=2) if offload else ParallelLayout(pipeline=2)
+    """`reads_more`: the teacher has prompts of its own. Others read its rows alone where it is offloaded."""
+    layout = ParallelLayout(context=2) if offload else ParallelLayout(pipeline=2)
     prompts = [np.arange(3 + sequence.row, dtype=np.int64) for sequence in case.sequences]
     if reads_more:
         pairs = zip(case.sequences, prompts, strict=True)
@@ -279,7 +300,9 @@ def test_a_teachers_logprobs_are_those_of_its_tokens_alone(offload, reads_more, 
     recipe = recipe_of(
         layout, {"name": "sampled_token"}, offload=offload, rewards=True, system="Add." if reads_more else None
     )
-    numbers, outside, inside = zip(*on_ranks(teacher_logprobs, recipe, case, recipe, teacher), strict=True)
+    batches = make_batches(recipe, case)
+    apart = batches_of_teachers(recipe, batches, TOKENS) if offload or reads_more else {"on_ranks": None}
+    numbers, outside, inside = zip(*on_ranks(teacher_logprobs, recipe, case, recipe, teacher, apart), strict=True)
     model, wanted = load_reference(teacher), []
     for sequence, prompt in zip(case.sequences, prompts, strict=True):
         response = sequence.tokens[sequence.loss_mask]
@@ -305,7 +328,7 @@ def with_batches(
         rank_with(rank, recipe, teacher).load_batch(batches[rank.where.data])
         rank.compute_old_logprobs()
         rank.passes = replace(rank.passes, reference_logprobs=tuple(map(reference_of, rank.passes.old_logprobs)))
-        rank.compute_teachers(["on_ranks"])
+        rank.compute_teachers({"on_ranks": None})
         update = compute_gradients(rank, times * advantages)
         mismatch = reduce_mismatch(rank.batch, tuple(update.before_update.values()), 3, rank.device)
         found[name] = gradients_of(rank.policy), update.metrics.reduce([1.0], mismatch)
@@ -370,7 +393,7 @@ def beside_the_start(
         if name == "on the ranks":
             rank.add_teacher("start", str(directory))
         rank.load_batch(batch)
-        rank.compute_teachers(["start"])
+        rank.compute_teachers({"start": None})
         rank.release(["reference"] if "reference" in recipe.train.offload else [])
         compute_gradients(rank, np.zeros_like(advantages))
         found[name] = rank.token_divergence(), rank.token_agreement()
@@ -409,7 +432,7 @@ def without_numbers(
         (model,) = rank.teachers._models.values()
         next(model.chunks[0].parameters()).data.fill_(torch.nan)
         try:
-            rank.compute_teachers(["on_ranks"])
+            rank.compute_teachers({"on_ranks": None})
         except RankError as error:
             errors.append(error.problems[0].where)
     return errors
@@ -432,7 +455,7 @@ def twice(rank: TrainRank, batch: RankBatch, advantages: Any, recipe: Recipe) ->
         rank.load_batch(batch)
         if penalised:
             rank.compute_reference_logprobs()
-        rank.compute_teachers(["start"])
+        rank.compute_teachers({"start": None})
         found.append(rank.token_teacher())
     return found
 
@@ -474,7 +497,7 @@ def of_idle_ranks(
     for recipe in recipes:
         idle = rank.where.data == 0
         rank_with(rank, recipe, teacher).load_batch(without_sequences(batch) if idle else batch)
-        rank.compute_teachers(["on_ranks"])
+        rank.compute_teachers({"on_ranks": None})
         compute_gradients(rank, np.zeros_like(advantages))
         found = rank.token_teacher()
         counts.append(0 if found is None else int(np.isfinite(found.values).sum()))

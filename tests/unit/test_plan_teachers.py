@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.memory import host_bytes, model_parts
 from megagrpo.plan.parameters import rank_parameters, total_parameters
 from megagrpo.plan.plan import Plan
@@ -76,6 +77,18 @@ def test_an_offloaded_teacher_is_on_the_device_in_its_pass_alone_and_takes_time_
     assert host_bytes(moves)[0] - host_bytes(stays)[0] == pytest.approx(8 * largest, rel=1e-4)
     assert "its way takes" in moves.summary["teacher big"]
     assert "in all phases" in stays.summary["teacher big"]
+
+
+def test_a_teacher_in_its_own_layout_is_cut_by_it_and_its_output_matrix_by_the_policys() -> None:
+    own = {"tensor": 8, "pipeline": 1, "data": 2}
+    plan, same = planned(ranks(layout=own)), planned(ranks())
+    teacher = known_model(QWEN_32B)
+    whole = rank_parameters(teacher, ParallelLayout(**own), 0, same.fused_layers).total
+    head = teacher.padded_vocab(4) // 4 * teacher.hidden
+    assert [held(plan, stage)["update"]["teacher big"] for stage in (0, 1)] == [2 * whole, 2 * (whole + head)]
+    assert "on the training ranks (tensor 8 x expert_tensor 8 x data 2)" in plan.summary["teacher big"]
+    of_pass = [training_phases(one)["logprobs"]["teacher big: matrix products"] for one in (plan, same)]
+    assert of_pass[0] == pytest.approx(of_pass[1], rel=0.2)
 
 
 def test_a_divergence_in_the_loss_keeps_hidden_states_of_the_steps_responses_on_the_last_stage() -> None:
@@ -167,9 +180,10 @@ def test_teachers_of_a_system_message_read_longer_sequences_in_as_many_microbatc
     bare, more = (plans.plan(values, given=given, algorithm__distillation=rows | of) for of in ({}, SYSTEM))
     before, after = (training_phases(one)["logprobs"] for one in (bare, more))
     longer = 1 + more.assumptions.prompt_share * SYSTEM["system_tokens_max"] / more.lengths.sequence
+    half = 1 / 2  # of the rows
     for name in ("teacher big: matrix products", "reference: matrix products"):
         assert after[name] / before[name] == pytest.approx(longer if "teacher" in name else 1)
-    assert after["teacher own: matrix products"] / after["reference: matrix products"] == pytest.approx(longer)
+    assert after["teacher own: matrix products"] / after["reference: matrix products"] == pytest.approx(half * longer)
     assert after["teacher big: between products"] == pytest.approx(before["teacher big: between products"], rel=0.2)
     most = more.grpo.taught_tokens_max / more.grpo.sequence_tokens_max
     parts = [held(one)["logprobs"] for one in (bare, more)]

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk
 from megagrpo.recipe.model_rules import frozen_problems, model_problems
+from megagrpo.recipe.schema.train import too_long
 from megagrpo.weights.families import architecture_of, read_architecture
 from megagrpo.weights.files.adapters import TARGETS
 from tests import tiny_models
@@ -17,6 +18,7 @@ from tests.tiny_run import CONFIG, EXPERTS, recipe_with
 
 EVAL = "eval.sets={main: {files: [{path: held_out.jsonl}]}}"
 LORA = "train.lora={rank: 4}"
+DISTILLED = "algorithm.distillation={}"
 LATENT: dict[str, Any] = {
     "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "v_head_dim": 5,
     "qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
@@ -154,10 +156,36 @@ def test_a_layout_that_fits_the_model_is_accepted(overrides: list[str], config: 
 
 def test_experts_are_split_beside_a_dense_teacher_on_the_ranks() -> None:
     """The rules of the policy's experts are not the teacher's."""
+    teacher = "teachers.t={kind: ranks, path: x}"
     for layout in ("expert=2", "tensor=2 train.layout.expert_tensor=1 train.layout.expert=2"):
-        recipe = recipe_with("train.layout.data=2", *f"train.layout.{layout}".split(), LORA)
+        recipe = recipe_with("train.layout.data=2", *f"train.layout.{layout}".split(), LORA, teacher, DISTILLED)
         assert model_problems(recipe, architecture_of(CONFIG))
-        assert not frozen_problems(recipe, architecture_of(CONFIG))
+        assert not frozen_problems(recipe, "t", architecture_of(CONFIG))
+
+
+def test_a_teacher_fits_its_own_layout() -> None:
+    for tensor, fits in ((2, True), (4, False)):
+        own = f"teachers.t={{kind: ranks, path: x, layout: {{tensor: {tensor}, data: {8 // tensor}}}}}"
+        recipe = recipe_with("train.layout.data=8", own, DISTILLED)
+        teacher = architecture_of(CONFIG | {"num_attention_heads": 2, "num_key_value_heads": 2})
+        assert bool(frozen_problems(recipe, "t", teacher)) != fits
+
+
+@given(
+    context=st.sampled_from([1, 2, 4]),
+    own=st.sampled_from([1, 2, 8]),
+    tokens=st.integers(5, 100),
+    system=st.integers(1, 100),
+)
+def test_a_teachers_microbatch_has_room_for_the_longest_sequence(
+    context: int, own: int, tokens: int, system: int
+) -> None:
+    teacher = f"teachers.t={{kind: ranks, path: x, layout: {{context: {own}, data: {8 // own}}}}}"
+    distilled = f"algorithm.distillation={{system: Add., system_tokens_max: {system}}}"
+    layout = f"train.layout={{context: {context}, data: {8 // context}}}"
+    recipe = recipe_with(layout, f"train.tokens_per_microbatch={tokens}", teacher, distilled)
+    assume(not [*too_long(recipe.train, recipe.sequence_tokens_max)])
+    assert not [*too_long(recipe.read_by("t").train, recipe.taught_tokens_max)]
 
 
 sizes = st.integers(1, 6)

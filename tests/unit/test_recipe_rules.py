@@ -238,7 +238,7 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("eval.sets.main.functions", [ON_RANKS, DISTILLED, NO_REWARD, EVAL]),
     ("algorithm.loss.name", [ON_RANKS, DISTILLED, "algorithm.loss.name=gmpo"]),
     ("algorithm.distillation.system", [ON_RANKS, SYSTEM, AGENT]),
-    ("algorithm.distillation.system", [ON_RANKS, SYSTEM, "train.layout.context=2"]),
+    ("teachers.t.layout", ["teachers.t={kind: ranks, path: x, layout: {tensor: 2}}", DISTILLED]),
     ("algorithm.distillation.system", [ON_RANKS, SYSTEM, "data.overlong_prompts=truncate_left"]),
     ("teachers.t.devices", [APART, "teachers.t={kind: server, path: x, devices: 64}", DISTILLED]),
 ]

@@ -20,8 +20,13 @@ from megagrpo.recipe.schema.reward import ClassifierConfig, RewardConfig, Reward
 from megagrpo.recipe.schema.rollout import RolloutConfig
 from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, ModelConfig, Pause, TrackConfig, WeightsConfig
 from megagrpo.recipe.schema.schedule import AsyncConfig, OneStepOffConfig, ScheduleConfig, SyncConfig
-from megagrpo.recipe.schema.teachers import ReferenceTeacherConfig, ServedTeacherConfig, TeacherConfig
-from megagrpo.recipe.schema.train import TRAINING_RULES, TrainConfig, too_long
+from megagrpo.recipe.schema.teachers import (
+    RanksTeacherConfig,
+    ReferenceTeacherConfig,
+    ServedTeacherConfig,
+    TeacherConfig,
+)
+from megagrpo.recipe.schema.train import TRAINING_RULES, TrainConfig, padded_length, too_long
 from megagrpo.section import Rules, Section, Seed, changed
 
 TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
@@ -75,8 +80,10 @@ TEACHER_RULES: Rules[Recipe] = {
     "teachers_system_with_agent": lambda r: _read_more(r) and r.agent,
     "teachers_system_of_cut_prompts": lambda r: _read_more(r) and r.data.overlong_prompts == "truncate_left",
     "given_with_agent": lambda r: (of := r.algorithm.distillation) and of.given_responses and r.agent,
-    "teachers_system_over_context_ranks": lambda r: (
-        _read_more(r) and r.teachers_on_ranks and r.train.layout.context > 1
+    "layout_of_a_teacher": lambda r: (
+        {"name": name, "layout": teacher.layout, "parallel": teacher.layout.parallel()}
+        for name, teacher in r.teachers.items()
+        if isinstance(teacher, RanksTeacherConfig) and teacher.layout and teacher.layout.ranks != r.train.layout.ranks
     ),
 }
 
@@ -135,11 +142,20 @@ class Recipe(Section):
         added = distillation.system_tokens_max if distillation and distillation.system is not None else 0
         return self.sequence_tokens_max + added
 
-    @property
-    def as_teachers_read(self) -> Recipe:
-        """Returns the recipe with prompts as long as teachers read them."""
-        added = self.taught_tokens_max - self.sequence_tokens_max
-        return changed(self, {"data.prompt_tokens_max": self.data.prompt_tokens_max + added})
+    def read_by(self, teacher: str) -> Recipe:
+        """Returns the recipe as a teacher on the ranks passes over a step: with prompts as long as it reads, in its
+        layout, and with the same sequences in a microbatch."""
+        config, longest = self.teachers[teacher], self.taught_tokens_max
+        layout = config.layout if isinstance(config, RanksTeacherConfig) and config.layout else self.train.layout
+        if longest == self.sequence_tokens_max and layout == self.train.layout:
+            return self
+        prompt = self.data.prompt_tokens_max + longest - self.sequence_tokens_max
+        values: dict[str, Any] = {"data.prompt_tokens_max": prompt, "train.layout": layout}
+        for key in ("tokens_per_microbatch", "logprob_tokens_per_microbatch"):
+            if (tokens := getattr(self.train, key)) is not None:
+                whole = -(-tokens * self.train.layout.context * longest // self.sequence_tokens_max)
+                values[f"train.{key}"] = padded_length(whole, layout.context) // layout.context
+        return changed(self, values)
 
     @property
     def sequence_described(self) -> str:

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from megagrpo.recipe.schema.reward import ServedModelConfig
 from megagrpo.recipe.schema.rollout import has_host
+from megagrpo.recipe.schema.train import LayoutConfig
 from megagrpo.section import ByName, Count, PositiveInt, Rules, Seconds, Section
 
 
@@ -72,7 +73,7 @@ class ExternalTeacherConfig(AskedTeacher):
 
 
 class RanksTeacherConfig(Section):
-    """Weights on the training ranks, beside the policy's and in its layout. Of any size and family."""
+    """Weights on the training ranks, beside the policy's. Of any size and family."""
 
     on_ranks: ClassVar[bool] = True
 
@@ -81,6 +82,9 @@ class RanksTeacherConfig(Section):
 
     path: str
     """Hugging Face directory or hub id."""
+
+    layout: LayoutConfig | None = None
+    """Parallel sizes of its own, of as many ranks as train.layout has. null: those of train.layout."""
 
     offload: bool = False
     """Keep its weights in host memory, but for its pass over a step's batch."""

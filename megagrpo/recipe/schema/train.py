@@ -256,11 +256,16 @@ class TrainConfig(Section):
     }
 
 
+def padded_length(tokens: int, context: int) -> int:
+    """Returns the tokens that a sequence takes: each context rank has two equal pieces of it."""
+    multiple = 1 if context == 1 else 2 * context
+    return -(-tokens // multiple) * multiple
+
+
 def too_long(train: TrainConfig, longest: int) -> Iterator[dict[str, object]]:
     """Yields a problem's values unless a microbatch holds sequences of `longest` tokens."""
     context = train.layout.context
-    multiple = 1 if context == 1 else 2 * context  # context ranks each take two equal pieces of a sequence
-    padded = -(-longest // multiple) * multiple
+    padded = padded_length(longest, context)
     if train.tokens_per_microbatch * context < padded:
         padding = f", padded to {padded} for context ranks" if padded > longest else ""
         yield {"padding": padding, "least": -(-padded // context)}
