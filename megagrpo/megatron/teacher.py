@@ -79,7 +79,7 @@ class RanksTeacher:
     ) -> None:
         """Builds this rank's part and loads it. Collective over all ranks. Raises ModelError or RecipeError.
 
-        read_by: Recipe.read_by of this teacher."""
+        read_by: the recipe as this teacher passes over a step."""
         self.architecture, self._directory = read_architecture(directory), directory
         self.layout, of_policy = read_by.train.layout.parallel(), policy.layout
         self.where = rank_grid(self.layout)[policy.where.rank]

@@ -22,10 +22,10 @@ from megagrpo.plan.other_models import (
     bytes_beside,
     heads_again,
     offloaded_bytes,
-    output_elements,
+    output_bytes,
     stages_within,
+    teacher_bytes,
     teacher_cases,
-    teacher_parameters,
 )
 from megagrpo.plan.parameters import (
     BLOCK_ELEMENT_BYTES,
@@ -363,8 +363,7 @@ def _batch(case: Case, stage: Stage, sequences: int) -> Iterator[Part]:
     (megatron/replay.py); and kept sets of its response tokens (megatron/kept_head.py)."""
     recipe, train, arch = case.recipe, case.recipe.train, case.architecture
     grpo, layout = isinstance(recipe, Recipe), case.layout
-    steps = recipe.algorithm.minibatches if isinstance(recipe, Recipe) else 1
-    steps *= times_packed(train)
+    steps = (recipe.algorithm.minibatches if isinstance(recipe, Recipe) else 1) * times_packed(train)
     tokens = sequences * steps * longest_sequence(recipe) // layout.context
     token_bytes = TOKEN_BYTES + (RESPONSE_TOKEN_BYTES if stage.head else 0)
     lowered = ("train.layout.data", "rollout.prompts_per_step" if grpo else "data.examples_per_step")
@@ -385,18 +384,14 @@ def _batch(case: Case, stage: Stage, sequences: int) -> Iterator[Part]:
 def _teacher_parts(case: Case, index: int, stage: Stage, sequences: int) -> Iterator[tuple[Part, Sequence[str]]]:
     """Yields what teachers hold on a rank, each with its phases: weights; and for a divergence in the loss, hidden
     states of the step's response tokens and a chunk of logits."""
-    again = heads_again(case)
-    for name, held in teacher_parameters(case, index).items():
-        size, moves = held * case.item_bytes, getattr(case.grpo.teachers[name], "offload", False)
-        own = getattr(case.grpo.teachers[name], "layout", None) is not None
-        of_layout = f"teachers.{name}.layout" if own else "train.layout"
-        split = f"{of_layout}.tensor", f"{of_layout}.pipeline"
-        part = Part(f"teacher {name}", size, split if moves else (f"teachers.{name}.offload", *split))
+    for name, held in teacher_bytes(case, index).items():
+        moves, own = (getattr(case.grpo.teachers[name], field, None) for field in ("offload", "layout"))
+        split = f"teachers.{name}.layout" if own else "train.layout.tensor"
+        part = Part(f"teacher {name}", held, (split,) if moves else (f"teachers.{name}.offload", split))
         yield part, ("logprobs",) if moves else PHASES
         if moves and stage.head:  # its output matrix stays
-            size = output_elements(case, name, index) * case.item_bytes
-            yield replace(part, bytes=size), ("rollout", "update", "weight_sync")
-    if again and stage.head:
+            yield replace(part, bytes=output_bytes(case, name, index)), ("rollout", "update", "weight_sync")
+    if stage.head and (again := heads_again(case)):
         recipe, models = case.grpo, again.values()
         tokens = min(_rank_tokens(case), sequences * sampled_tokens_max(recipe)) * recipe.algorithm.minibatches
         hidden = tokens * sum(of.architecture.hidden for of in models) * case.item_bytes

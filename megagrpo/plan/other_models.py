@@ -13,6 +13,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.case import Case
 from megagrpo.plan.parameters import known_models, rank_parameters, total_parameters
 from megagrpo.plan.units import byte_text, second_text
+from megagrpo.recipe.defaults import read_by
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.teachers import ExternalTeacherConfig, RanksTeacherConfig, ServedTeacherConfig
 from megagrpo.section import changed
@@ -49,7 +50,7 @@ def teacher_cases(case: Case) -> dict[str, Case]:
     says. Only the reference has adapters."""
     recipe, cases = case.recipe, dict[str, Case]()
     for name in recipe.teachers_on_ranks if isinstance(recipe, Recipe) else ():
-        read, added = case.grpo.read_by(name), case.grpo.taught_tokens_max - case.grpo.sequence_tokens_max
+        read, added = read_by(case.grpo, name), case.grpo.taught_tokens_max - case.grpo.sequence_tokens_max
         prompt = case.lengths.prompt + case.assumptions.prompt_share * added
         own = replace(case, recipe=read, assumptions=replace(case.assumptions, prompt_tokens=prompt))
         if (arch := case.teachers.get(name)) is not None:
@@ -58,16 +59,16 @@ def teacher_cases(case: Case) -> dict[str, Case]:
     return cases
 
 
-def teacher_parameters(case: Case, stage: int) -> dict[str, int]:
-    """Returns the elements of teachers of kind ranks on the fullest rank of a pipeline stage of the policy, by their
-    names. The output matrix is there once more if it is split otherwise than the policy's."""
-    elements, tensor = {}, case.layout.tensor
+def teacher_bytes(case: Case, stage: int) -> dict[str, int]:
+    """Returns the weight bytes of teachers of kind ranks on the fullest rank of a pipeline stage of the policy, by
+    name. The output matrix is there once more if it is split otherwise than the policy's."""
+    found, tensor = {}, case.layout.tensor
     for name, arch in case.teachers.items():
-        layout = case.grpo.read_by(name).train.layout.parallel()
+        layout = read_by(case.grpo, name).train.layout.parallel()
         held = [rank_parameters(arch, layout, its, case.fused_layers) for its in stages_within(case, stage, layout)]
         same = layout == case.layout and arch.padded_vocab(tensor) == case.architecture.padded_vocab(tensor)
-        elements[name] = max(of.total for of in held) + (0 if same else output_elements(case, name, stage))
-    return elements
+        found[name] = max(of.total for of in held) * case.item_bytes + (0 if same else output_bytes(case, name, stage))
+    return found
 
 
 def stages_within(case: Case, stage: int, layout: ParallelLayout) -> range:
@@ -76,18 +77,18 @@ def stages_within(case: Case, stage: int, layout: ParallelLayout) -> range:
     return range(stage * of_stage // per_stage, -(-(stage + 1) * of_stage // per_stage))
 
 
-def output_elements(case: Case, name: str, stage: int) -> int:
-    """Returns the elements of a teacher's output matrix on a rank of a stage, which stay on the device."""
+def output_bytes(case: Case, name: str, stage: int) -> int:
+    """Returns the bytes of a teacher's output matrix on a rank of a stage, which stay on the device."""
     rows = case.architecture.padded_vocab(case.layout.tensor) // case.layout.tensor
-    return rows * case.teachers[name].hidden if stage == case.layout.pipeline - 1 else 0
+    return rows * case.teachers[name].hidden * case.item_bytes if stage == case.layout.pipeline - 1 else 0
 
 
 def offloaded_bytes(case: Case, stage: int) -> int:
     """Returns the bytes of teachers that are on a rank of a stage for their passes alone."""
     teachers = case.recipe.teachers if isinstance(case.recipe, Recipe) else {}
     moving = [name for name in case.teachers if getattr(teachers[name], "offload", False)]
-    held = teacher_parameters(case, stage)
-    return sum((held[name] - output_elements(case, name, stage)) * case.item_bytes for name in moving)
+    held = teacher_bytes(case, stage)
+    return sum(held[name] - output_bytes(case, name, stage) for name in moving)
 
 
 def heads_again(case: Case) -> dict[str, Case]:
@@ -106,7 +107,7 @@ def heads_again(case: Case) -> dict[str, Case]:
 def lines_of_teachers(case: Case) -> Iterator[tuple[str, str]]:
     """Yields a line about each teacher: where it is, in which phases, its bytes, and what moving it costs."""
     recipe, stages = case.grpo, range(case.layout.pipeline)
-    held = [teacher_parameters(case, stage) for stage in stages]
+    held = [teacher_bytes(case, stage) for stage in stages]
     noun = "GPU" if case.device == "cuda" else "process"
     for name, teacher in recipe.teachers.items():
         if isinstance(teacher, ExternalTeacherConfig):
@@ -117,7 +118,7 @@ def lines_of_teachers(case: Case) -> Iterator[tuple[str, str]]:
             devices = f"{teacher.devices} {noun}{'s' if teacher.devices > 1 and noun == 'GPU' else ''} of its own"
             text = f"{teacher.path} ({teacher.engine}) on {devices}{weights}, in all phases"
         elif isinstance(teacher, RanksTeacherConfig):
-            largest = max((of_stage[name] * case.item_bytes for of_stage in held if name in of_stage), default=0)
+            largest = max((of_stage[name] for of_stage in held if name in of_stage), default=0)
             where = f" ({teacher.layout.parallel()})" if teacher.layout else ""
             text = (
                 f"{teacher.path} on the training ranks{where}, {byte_text(largest)} of weights on each, in all phases"

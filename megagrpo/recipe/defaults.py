@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megagrpo.algorithm.policy_losses import OwnLossConfig
 from megagrpo.errors import Problem
 from megagrpo.recipe.schema import AnyRecipe, ClassifierConfig, Recipe, RewardConfig, SftRecipe, TrainConfig
-from megagrpo.section import Section, problem
+from megagrpo.recipe.schema.teachers import RanksTeacherConfig
+from megagrpo.recipe.schema.train import padded_length
+from megagrpo.section import Section, changed, problem
 
 if TYPE_CHECKING:
     from megagrpo.routes import RouteSizes
@@ -37,6 +39,22 @@ def train_config(recipe: AnyRecipe) -> TrainConfig:
     if not recipe.deterministic:
         return train
     return train.model_copy(update={"megatron": {**train.megatron, "deterministic_mode": True}})
+
+
+def read_by(recipe: Recipe, teacher: str) -> Recipe:
+    """Returns the recipe as a teacher on the ranks passes over a step: with prompts as long as it reads, in its layout,
+    and with the same sequences in a microbatch."""
+    train, config, longest = recipe.train, recipe.teachers[teacher], recipe.taught_tokens_max
+    layout = config.layout if isinstance(config, RanksTeacherConfig) and config.layout else train.layout
+    if longest == recipe.sequence_tokens_max and layout == train.layout:
+        return recipe
+    prompt = recipe.data.prompt_tokens_max + longest - recipe.sequence_tokens_max
+    values: dict[str, Any] = {"data.prompt_tokens_max": prompt, "train.layout": layout}
+    for key in ("tokens_per_microbatch", "logprob_tokens_per_microbatch"):
+        if (tokens := getattr(train, key)) is not None:
+            whole = -(-tokens * train.layout.context * longest // recipe.sequence_tokens_max)
+            values[f"train.{key}"] = padded_length(whole, layout.context) // layout.context
+    return changed(recipe, values)
 
 
 def frozen_config(train: TrainConfig, arch: Architecture) -> TrainConfig:

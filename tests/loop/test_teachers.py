@@ -183,8 +183,8 @@ def test_no_sample_is_lost_when_a_teachers_server_ends_or_stands_still(
 def test_a_run_with_teachers_on_its_ranks_continues_and_is_replayed_with_the_same_numbers(
     inputs: Path, tmp_path: Path, ray: Mapping[str, str]
 ) -> None:
-    """Rows of one source learn from another model, which reads a system message; others from the policy's average. Half
-    of the first have given responses, some of them longer than sampled ones may be."""
+    """Rows of one source learn from another model in its own layout, others from the policy's average; both read a
+    system message. Half of the first have given responses, some of them longer than sampled ones may be."""
     rows = pq.read_table(inputs / "train.parquet").to_pylist()
     sources = [
         row | {"data_source": ("sums", "others")[at % 2], "answer": f"={at * 10**at}" if at % 2 == 0 else None}
@@ -194,7 +194,7 @@ def test_a_run_with_teachers_on_its_ranks_continues_and_is_replayed_with_the_sam
     values = small_run.recipe(inputs, tmp_path, "taught")
     values["data"]["train"] = [{"path": str(tmp_path / "train.parquet")}]
     teachers = {
-        "big": {"kind": "ranks", "path": str(make_teacher(tmp_path / "teacher"))},
+        "big": {"kind": "ranks", "path": str(make_teacher(tmp_path / "teacher")), "layout": {"data": 2}},
         "mean": {"kind": "reference"},
     }
     objective = {"name": "full_vocabulary", "divergence": "jsd"}

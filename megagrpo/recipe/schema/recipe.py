@@ -26,8 +26,8 @@ from megagrpo.recipe.schema.teachers import (
     ServedTeacherConfig,
     TeacherConfig,
 )
-from megagrpo.recipe.schema.train import TRAINING_RULES, TrainConfig, padded_length, too_long
-from megagrpo.section import Rules, Section, Seed, changed
+from megagrpo.recipe.schema.train import TRAINING_RULES, TrainConfig, too_long
+from megagrpo.section import Rules, Section, Seed
 
 TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
@@ -141,21 +141,6 @@ class Recipe(Section):
         distillation = self.algorithm.distillation
         added = distillation.system_tokens_max if distillation and distillation.system is not None else 0
         return self.sequence_tokens_max + added
-
-    def read_by(self, teacher: str) -> Recipe:
-        """Returns the recipe as a teacher on the ranks passes over a step: with prompts as long as it reads, in its
-        layout, and with the same sequences in a microbatch."""
-        config, longest = self.teachers[teacher], self.taught_tokens_max
-        layout = config.layout if isinstance(config, RanksTeacherConfig) and config.layout else self.train.layout
-        if longest == self.sequence_tokens_max and layout == self.train.layout:
-            return self
-        prompt = self.data.prompt_tokens_max + longest - self.sequence_tokens_max
-        values: dict[str, Any] = {"data.prompt_tokens_max": prompt, "train.layout": layout}
-        for key in ("tokens_per_microbatch", "logprob_tokens_per_microbatch"):
-            if (tokens := getattr(self.train, key)) is not None:
-                whole = -(-tokens * self.train.layout.context * longest // self.sequence_tokens_max)
-                values[f"train.{key}"] = padded_length(whole, layout.context) // layout.context
-        return changed(self, values)
 
     @property
     def sequence_described(self) -> str:
