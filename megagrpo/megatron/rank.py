@@ -120,13 +120,11 @@ class TrainRank(ModelRank):
             self.routes.begin_batch()
         self.passes, self.own_routes = Passes(), None
         self.teachers.begin_batch()
-        read_more = self.recipe.taught_tokens_max > self.recipe.sequence_tokens_max
-        if read_more and self.recipe.teachers_on_ranks:
+        self.read_by_teachers = self.batch
+        if self.recipe.teachers_read_more and self.recipe.teachers_on_ranks:
             has_logits, at_once = self.has_logits, self.microbatches_at_once
             on = self.layout, self.where.context, self.device
             self.read_by_teachers = as_tensors(as_teachers_read(batch), *on, has_logits=has_logits, at_once=at_once)
-        else:
-            self.read_by_teachers = self.batch
 
     def compute_old_logprobs(self) -> None:
         """Computes logprobs of the batch under the policy's current weights, and energies if advantages are made from
@@ -172,15 +170,15 @@ class TrainRank(ModelRank):
 
     def token_teacher(self) -> TokenNumbers | None:
         """Returns logprobs by teachers on the ranks, of compute_teachers or the update, NaN for tokens without."""
-        return self.token_numbers(self.teachers.logprobs or self.teachers.seen(2))
+        return self.token_numbers(self.teachers.logprobs or self.teachers.seen("of_teacher"))
 
     def token_divergence(self) -> TokenNumbers | None:
         """Returns the divergences from teachers that the update first saw, NaN for tokens without."""
-        return self.token_numbers(self.teachers.seen(0))
+        return self.token_numbers(self.teachers.seen("divergence"))
 
     def token_agreement(self) -> TokenNumbers | None:
         """Returns 1 where the policy's most likely id is its teacher's, 0 elsewhere, NaN for tokens without."""
-        return self.token_numbers(self.teachers.seen(1))
+        return self.token_numbers(self.teachers.seen("agrees"))
 
     def token_energy(self) -> TokenNumbers | None:
         """Returns the energies that compute_old_logprobs found."""

@@ -319,7 +319,7 @@ def _teaching(case: Case, responses: float, minibatch: BatchSize) -> tuple[Secon
     """Returns the seconds of teachers' passes on the ranks, and those that a divergence in the loss adds to updates."""
     recipe, passes, update = case.grpo, dict[str, float](), dict[str, float]()
     algorithm, advises = recipe.algorithm, recipe.algorithm.teachers_advise
-    shared = advises and algorithm.kl.coefficient > 0 and recipe.as_teachers_read is recipe
+    shared = advises and algorithm.kl.coefficient > 0 and not recipe.teachers_read_more
     for name, of in teacher_cases(case).items():
         if not shared or name in case.teachers:  # else the penalty's pass finds the reference's logprobs
             read = BatchSize.of(responses, of.lengths)

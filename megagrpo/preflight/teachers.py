@@ -10,7 +10,6 @@ from megagrpo.data.files import Findings, place
 from megagrpo.data.locations import files_of, is_remote
 from megagrpo.data.rows import prompt_schema, quick_look, sources_with, stream, text_problems
 from megagrpo.errors import ModelError, Problem, brief, first_line
-from megagrpo.plan.parameters import known_models
 from megagrpo.preflight.model import (
     PROBLEMS_OF_A_PART,
     TOKENIZER_FILES,
@@ -63,18 +62,19 @@ def check_teachers(
             directory = cached_directory(given[0]) if of_hub else attempt(checked.problems, local_directory, *given)
         else:
             continue
-        known = directory in known_models().values()
-        if tokenizer and directory and not known and (has_tokenizer(directory) or not plan_only):
+        if tokenizer and directory and (has_tokenizer(directory) or not plan_only):
             checked.problems += attempt(checked.problems, _other_tokens, name, tokenizer, directory) or []
         else:
-            checked.unchecked.append(f"the tokenizer of teachers.{name} beside the policy's: not both on this machine")
+            checked.unchecked.append(
+                f"the tokenizers of teachers.{name} and the policy: not both found on this machine"
+            )
     checked.problems += attempt(checked.problems, lambda: [*_row_problems(recipe, absent)]) or []
     return checked
 
 
 def _on_ranks(recipe: Recipe, name: str, directory: Path) -> list[Problem]:
     """Returns the problems of a model in the policy's layout. Raises ModelError if it cannot be read."""
-    more = "" if recipe.as_teachers_read is recipe else ", or algorithm.distillation.system_tokens_max"
+    more = ", or algorithm.distillation.system_tokens_max" if recipe.teachers_read_more else ""
     return [
         replace(fault, given=f"{fault.given} (teachers.{name}'s)", fix=fault.fix + more * ("_tokens_" in fault.where))
         for fault in frozen_problems(recipe, read_architecture(directory))
@@ -157,11 +157,8 @@ def _row_problems(recipe: Recipe, absent: Collection[str]) -> Iterator[Problem]:
         for number, source, value in sources_with(path, mapping, distillation.column):
             sources[source] = None
             try:
-                names.add(name := recipe.teacher_of(source, {distillation.column or "": value}))
-                wrong = name is not None and name not in recipe.teachers
+                names.add(recipe.teacher_of(source, {distillation.column or "": value}))
             except ValueError:
-                wrong = True
-            if wrong:
                 where = f"{place(path, number)}, {distillation.column}"
                 problems.append(problem("teacher_of_a_row", where=where, name=brief(value), known=[*recipe.teachers]))
     yield from problems[:PROBLEMS_OF_A_PART]

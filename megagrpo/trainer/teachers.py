@@ -308,7 +308,7 @@ def _with_answers(
         if isinstance(answer, TeacherTokens):
             samples[member] = replace(samples[member], teacher=answer)
         elif answer is not None and (scores[member].value is not None or samples[member].given):
-            why = f"teacher {name}: {answer}"[:SHOWN_MAX]
-            masked, error = (why, "") if isinstance(answer, OverBudgetError) else ("", why)
+            why, over = f"teacher {name}: {answer}"[:SHOWN_MAX], isinstance(answer, OverBudgetError)
+            masked, error = (why, "") if over and not samples[member].given else ("", why)
             scores[member] = replace(scores[member], value=None, counted=(), masked=masked, error=error)
     return replace(group, samples=tuple(samples), scores=tuple(scores))

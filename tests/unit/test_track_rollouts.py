@@ -372,7 +372,7 @@ def size_of(run: AgentRun) -> int:
 
 def row_of(group: Group) -> dict[str, Any]:
     """Its first row."""
-    (table,) = tables(StepRollouts(1, {TRAIN: [group]}, 0, 0), None)
+    (table,) = tables(StepRollouts(1, {TRAIN: [group]}, 0, 0), TokenTexts(TOKENIZER))
     return table.to_pylist()[0]
 
 

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from megagrpo.algorithm.advantages import OwnAdvantageConfig
 from megagrpo.algorithm.policy_losses import CovarianceLoss, OwnLossConfig
+from megagrpo.errors import brief
 from megagrpo.recipe.reward_functions import executor_of
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.recipe.schema.algorithm import AlgorithmConfig
@@ -52,11 +53,6 @@ def _asked_teachers(recipe: Recipe) -> Iterator[dict[str, Any]]:
             yield {"name": name, "teacher": teacher}
 
 
-def _read_more(recipe: Recipe) -> bool:
-    """Returns whether teachers read a system message that the policy does not."""
-    return recipe.taught_tokens_max > recipe.sequence_tokens_max
-
-
 TEACHER_RULES: Rules[Recipe] = {
     "distillation_without_teachers": lambda r: r.algorithm.distillation and not r.teachers,
     "teachers_without_distillation": lambda r: r.teachers and r.algorithm.distillation is None,
@@ -72,11 +68,11 @@ TEACHER_RULES: Rules[Recipe] = {
         for at in (_asked_teachers(r) if r.algorithm.teachers_advise else ())
         for field in r.rollout.narrowing
     ),
-    "teachers_system_with_agent": lambda r: _read_more(r) and r.agent,
-    "teachers_system_of_cut_prompts": lambda r: _read_more(r) and r.data.overlong_prompts == "truncate_left",
+    "teachers_system_with_agent": lambda r: r.teachers_read_more and r.agent,
+    "teachers_system_of_cut_prompts": lambda r: r.teachers_read_more and r.data.overlong_prompts == "truncate_left",
     "given_with_agent": lambda r: (of := r.algorithm.distillation) and of.given_responses and r.agent,
     "teachers_system_over_context_ranks": lambda r: (
-        _read_more(r) and r.teachers_on_ranks and r.train.layout.context > 1
+        r.teachers_read_more and r.teachers_on_ranks and r.train.layout.context > 1
     ),
 }
 
@@ -134,6 +130,11 @@ class Recipe(Section):
         distillation = self.algorithm.distillation
         added = distillation.system_tokens_max if distillation and distillation.system is not None else 0
         return self.sequence_tokens_max + added
+
+    @property
+    def teachers_read_more(self) -> bool:
+        """Returns whether teachers read a system message that the policy does not."""
+        return self.taught_tokens_max > self.sequence_tokens_max
 
     @property
     def as_teachers_read(self) -> Recipe:
@@ -252,17 +253,14 @@ class Recipe(Section):
         others = others or isinstance(algorithm.loss, CovarianceLoss | OwnLossConfig)
         return algorithm.distillation is not None and algorithm.distillation.objective.in_loss and not others
 
-    @property
-    def ranks_advise(self) -> bool:
-        """Returns whether advantages depend on logprobs of teachers on the ranks."""
-        return self.algorithm.teachers_advise and bool(self.teachers_on_ranks)
-
     def teacher_of(self, data_source: str, extra_info: Mapping[str, Any]) -> str | None:
-        """Returns the name of a row's teacher, None without one. Raises ValueError for a name that is no text."""
-        distillation = self.algorithm.distillation
-        if distillation is None:
+        """Returns the name of a row's teacher, None without one. Raises ValueError if the row names another thing."""
+        if (distillation := self.algorithm.distillation) is None:
             return None
-        return distillation.teacher_of(data_source, extra_info, next(iter(self.teachers)))
+        name = distillation.teacher_of(data_source, extra_info, next(iter(self.teachers)))
+        if name is not None and name not in self.teachers:
+            raise ValueError(f"{brief(name)}, not one of {', '.join(self.teachers)}")
+        return name
 
     # --- values of the rules' problems --------------------------------------------------------------------------------
 
