@@ -65,9 +65,7 @@ def check_teachers(
         if tokenizer and directory and (has_tokenizer(directory) or not plan_only):
             checked.problems += attempt(checked.problems, _other_tokens, name, tokenizer, directory) or []
         else:
-            checked.unchecked.append(
-                f"the tokenizers of teachers.{name} and the policy: not both found on this machine"
-            )
+            checked.unchecked.append(f"the tokenizer of teachers.{name}, for want of its files or the policy's")
     checked.problems += attempt(checked.problems, lambda: [*_row_problems(recipe, absent)]) or []
     return checked
 

@@ -88,7 +88,8 @@ def teacher_of(recipe: Recipe, prompt: Prompt) -> str | None:
     try:
         return recipe.teacher_of(prompt.data_source, prompt.extra_info)
     except ValueError as error:
-        raise TeacherError(Problem(f"prompt {prompt.id}", str(error), "the name of a teacher")) from error
+        known = ", ".join(recipe.teachers)
+        raise TeacherError(Problem(f"prompt {prompt.id}", str(error), f"one of {known}")) from error
 
 
 def evaluation_requests(recipe: Recipe, held_out: EvalSet, prompts: Sequence[Prompt]) -> list[list[Request]]:

@@ -259,7 +259,7 @@ class Recipe(Section):
             return None
         name = distillation.teacher_of(data_source, extra_info, next(iter(self.teachers)))
         if name is not None and name not in self.teachers:
-            raise ValueError(f"{brief(name)}, not one of {', '.join(self.teachers)}")
+            raise ValueError(brief(name))
         return name
 
     # --- values of the rules' problems --------------------------------------------------------------------------------
