@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -44,12 +44,8 @@ Figure = Literal["divergence", "agrees", "of_teacher"]
 """A figure of tokens, as in Compared."""
 ShardOf = Callable[[int], VocabularyShard]
 """Makes the rows of the policy's output matrix that this rank has, of ids below a number."""
-
-
-class LogprobsOf(Protocol):
-    """ModelRank.logprobs: of the policy at response tokens, with entropies."""
-
-    def __call__(self, output: Tensor, response: ResponseTokens, *, entropy: bool) -> tuple[Tensor, Tensor]: ...
+LogprobsOf = Callable[..., tuple[Tensor, Tensor]]
+"""ModelRank.logprobs: of the policy at response tokens, with entropies."""
 
 
 @dataclass(frozen=True)

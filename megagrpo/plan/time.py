@@ -334,10 +334,9 @@ def _teaching(case: Case, responses: float, minibatch: BatchSize) -> tuple[Secon
         if recipe.rollout.narrowing:  # the rewards' loss has logits of its own
             own += head(FORWARD if recipe.teachers_alone else training_products(recipe.train), minibatch)
         update |= {"divergence: output layer": own} if own else {}
-        times = 1 + whole
         for name, of in heads_again(case).items():  # at its own rows, as if all had equally many
             once = TrainingRanks(of).head_seconds(FORWARD, minibatch.share(1 / len(recipe.teachers)))
-            update[f"teacher {name}: output layer"] = times * once
+            update[f"teacher {name}: output layer"] = (1 + whole) * once
     return passes, update
 
 

@@ -53,7 +53,7 @@ def check_teachers(
         elif isinstance(teacher, ServedTeacherConfig):
             directory = beside.get(f"teachers.{name}")
             if directory:
-                checked.problems += attempt(checked.problems, _on_server, recipe, name, directory) or []
+                checked.problems += attempt(checked.problems, _on_server, recipe, name, teacher, directory) or []
             elif plan_only:
                 directory = cached_directory(teacher.path)
         elif isinstance(teacher, ExternalTeacherConfig):
@@ -79,11 +79,10 @@ def _on_ranks(recipe: Recipe, name: str, directory: Path) -> list[Problem]:
     ]
 
 
-def _on_server(recipe: Recipe, name: str, directory: Path) -> Iterator[Problem]:
+def _on_server(recipe: Recipe, name: str, teacher: ServedTeacherConfig, directory: Path) -> Iterator[Problem]:
     """Yields the problems of a model that an engine serves. Raises ModelError if it cannot be read."""
-    teacher, config = recipe.models_beside[f"teachers.{name}"], read_json(directory / "config.json")
-    if isinstance(teacher, ServedTeacherConfig):
-        yield from teacher.settings.engine_kind.model_problems(directory)
+    config = read_json(directory / "config.json")
+    yield from teacher.settings.engine_kind.model_problems(directory)
     positions = (config.get("text_config") or config).get("max_position_embeddings")
     if isinstance(positions, int) and positions < recipe.taught_tokens_max:
         yield problem("sequence_beyond_a_teacher", recipe=recipe, name=name, positions=positions)

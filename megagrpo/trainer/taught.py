@@ -40,8 +40,7 @@ class Taught:
 
     def after_update(self, run: TrainRun) -> Taught:
         """Adds what the update saw, if the divergence is a term of the loss."""
-        distillation = run.recipe.algorithm.distillation
-        if distillation is None or not distillation.objective.in_loss:
+        if run.recipe.algorithm.teachers_advise:
             return self
         lengths = self.logprobs.lengths
         divergence = run.policy.by_token("token_divergence", lengths, np.nan)

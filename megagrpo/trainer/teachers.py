@@ -36,8 +36,6 @@ CLOSE_SECONDS = 5.0
 TOTALS = ("requests", "retries", "cached", "tokens")
 SHOWN_MAX = 300
 """Most characters of a failure in a sample's error; the first failure is reported whole."""
-TRIED = (0, 0)
-"""Token ids of a trial request."""
 AskedConfig = ServedTeacherConfig | ExternalTeacherConfig
 T = TypeVar("T")
 
@@ -273,7 +271,7 @@ class Teachers:
             model = served.get("model_path", "a model")
             teacher = ExternalTeacher(self._recipe, config, key, model)
             self._teachers[name] = self._client(name, teacher)
-            reply = await self._teachers[name].reply((np.array(TRIED, np.int32), 1))
+            reply = await self._teachers[name].reply((np.zeros(2, np.int32), 1))  # a trial
             failure = "" if reply.status == 200 else reply.failure
         except EngineError as error:
             failure = error.problems[0].given

@@ -47,10 +47,11 @@ def test_rows_have_the_teacher_of_their_column_then_of_their_source() -> None:
     settings = DistillationConfig(by_source={"math*": "a", "math_hard": "b", "code": None}, column="teacher")
     given = [("math_easy", {}), ("math_hard", {}), ("code", {}), ("other", {}), ("code", {"teacher": "c"})]
     given += [("math_easy", {"teacher": ""}), ("math_easy", {"teacher": None})]
-    assert [settings.teacher_of(*row, "only") for row in given] == ["a", "b", None, None, "c", None, "a"]
-    assert DistillationConfig().teacher_of("any", {}, "only") == "only"
-    with pytest.raises(ValueError, match="teacher: 3"):
-        settings.teacher_of("code", {"teacher": 3}, None)
+    assert [settings.teacher_of(*row, "abc") for row in given] == ["a", "b", None, None, "c", None, "a"]
+    assert DistillationConfig().teacher_of("any", {}, ["only"]) == "only"
+    for named in (3, "d"):
+        with pytest.raises(ValueError, match=repr(named)):
+            settings.teacher_of("code", {"teacher": named}, "abc")
 
 
 def test_advantages_get_the_difference_of_logprobs_where_there_is_a_teacher() -> None:

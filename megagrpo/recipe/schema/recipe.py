@@ -11,7 +11,6 @@ from pydantic import Field
 
 from megagrpo.algorithm.advantages import OwnAdvantageConfig
 from megagrpo.algorithm.policy_losses import CovarianceLoss, OwnLossConfig
-from megagrpo.errors import brief
 from megagrpo.recipe.reward_functions import executor_of
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.recipe.schema.algorithm import AlgorithmConfig
@@ -255,12 +254,8 @@ class Recipe(Section):
 
     def teacher_of(self, data_source: str, extra_info: Mapping[str, Any]) -> str | None:
         """Returns the name of a row's teacher, None without one. Raises ValueError if the row names another thing."""
-        if (distillation := self.algorithm.distillation) is None:
-            return None
-        name = distillation.teacher_of(data_source, extra_info, next(iter(self.teachers)))
-        if name is not None and name not in self.teachers:
-            raise ValueError(brief(name))
-        return name
+        distillation = self.algorithm.distillation
+        return distillation.teacher_of(data_source, extra_info, self.teachers) if distillation else None
 
     # --- values of the rules' problems --------------------------------------------------------------------------------
 
