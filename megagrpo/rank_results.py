@@ -23,7 +23,7 @@ class StepMetrics:
     entropy: float | None  # None: not computed, or no token was sampled
     clip_low_fraction: float  # tokens whose gradient the lower bound cut
     clip_high_fraction: float  # tokens whose gradient the upper bound cut
-    ratio_mean: float  # ratio of the policy's probability to the old one
+    ratio_mean: float | None  # ratio of the policy's probability to the old one; None: no token was sampled
     mismatch: Mismatch  # between the trainer's logprobs before the update and the engines'
     correction: Correction | None  # None: the recipe has none
     grad_norm: float  # before clipping, mean over the optimizer steps that were taken; NaN if none was

@@ -163,7 +163,7 @@ class Sample:
 
     A sampled stop token is part of `tokens` (the policy must learn to stop). A rollout of an agent has the tokens of
     all its turns end to end, turn after turn as in `agent.turns`; `agent.branches` say what was read between them.
-    `text` is then the last answer. Of a given response logprobs are NaN, and versions 0.
+    `text` is then the last answer. Of a given response logprobs are NaN, versions 0, and `text` is empty.
     """
 
     prompt_id: str

@@ -31,14 +31,14 @@ class Limits:
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
     ("weights",): 9_350,
-    ("megatron",): 6_073,
+    ("megatron",): 6_071,
     ("layout", "batching", "algorithm"): 3_165,
     ("checkpoint", "convert"): 2_488,
-    ("rollout",): 5_221,
+    ("rollout",): 5_217,
     ("cluster",): 3_435,
-    ("trainer", "evaluation"): 4_915,
-    ("recipe", "preflight", "doctor"): 6_190,
-    ("plan",): 5_320,
+    ("trainer", "evaluation"): 4_908,
+    ("recipe", "preflight", "doctor"): 6_177,
+    ("plan",): 5_319,
     ("data",): 2_804,
     ("reward",): 7_771,
     ("agents",): 5_158,
@@ -50,7 +50,7 @@ LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=375),
-    "tests": Limits(lines=61_505, lines_of_file=600, files=None),
+    "tests": Limits(lines=61_555, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (15, 6), "A metric's walk": (5, 3)}

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from megagrpo.errors import brief
 from megagrpo.section import ByName, Fraction, PositiveFloat, Rules, Section, Tokens, entry_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from typing import Any
 
     from torch import Tensor
@@ -20,10 +21,9 @@ if TYPE_CHECKING:
     from megagrpo.algorithm.ragged import Ragged
 
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
-TOP_K_MAX = 256
 RATIO_MAX = 80.0
 """Log ratios of teacher to student are cut here: beyond it the mixture's share of the student is 0 in float32."""
-TopK = Annotated[int, Field(ge=1, le=TOP_K_MAX)]
+TopK = Annotated[int, Field(ge=1, le=256)]
 
 
 class SampledTokenConfig(Section):
@@ -151,17 +151,17 @@ class DistillationConfig(Section):
         after = teacher.with_values(before + added)
         return replace(advantages, of_rows=after.means(), of_tokens=after)
 
-    def teacher_of(self, data_source: str, extra_info: Mapping[str, Any], only: str | None) -> str | None:
-        """Returns the name of a row's teacher, None without one. only: the name of the only teacher, if there is one.
-        Raises ValueError if the row's column has something else than a text."""
+    def teacher_of(self, data_source: str, extra_info: Mapping[str, Any], teachers: Collection[str]) -> str | None:
+        """Returns the name of a row's teacher, one of `teachers`, None without one. Raises ValueError, with what the
+        row's column has, if it is another thing."""
         named = extra_info.get(self.column) if self.column is not None else None
         if named is not None:
-            if not isinstance(named, str):
-                raise ValueError(f"{self.column}: {named!r}, not the name of a teacher")
+            if not isinstance(named, str) or named not in ("", *teachers):
+                raise ValueError(brief(named))
             return named or None
         if (entry := entry_of(data_source, self.by_source)) is not None:
             return self.by_source[entry]
-        return None if self.by_source or self.column else only
+        return None if self.by_source or self.column else next(iter(teachers))
 
 
 def divergence_of_top(

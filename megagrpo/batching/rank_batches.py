@@ -90,10 +90,10 @@ class RankBatch:
     split: tuple[tuple[SplitRow, ...], ...]
 
 
-def sequences_of(*batches: RankBatch) -> list[TrainSequence]:
-    """Returns the sequences of all minibatches and microbatches of these data ranks."""
+def sampled_sequences(batches: Sequence[RankBatch]) -> list[TrainSequence]:
+    """Returns the sequences of all data ranks but given responses."""
     micros = [micro for batch in batches for minibatch in batch.minibatches for micro in minibatch]
-    return [sequence for micro in micros for sequence in micro.sequences]
+    return [sequence for micro in micros for sequence in micro.sequences if not sequence.given]
 
 
 def as_teachers_read(sequence: TrainSequence, data_rank: int) -> TrainSequence:

@@ -184,9 +184,8 @@ def _taught_tokens(microbatch: Microbatch, place: np.ndarray, device: torch.devi
     wide = max((taught.ids.shape[1] for taught, _ in parts if taught is not None), default=0)
     if not wide:
         return None
-    ids = [np.zeros((count, wide), np.int64) if taught is None else taught.ids for taught, count in parts]
-    none = np.float32(np.nan)
-    logprobs = [np.full((n, wide), none) if taught is None else taught.ids_logprobs for taught, n in parts]
+    ids = [np.zeros((n, wide), np.int64) if taught is None else taught.ids for taught, n in parts]
+    logprobs = [np.full((n, wide), np.nan) if taught is None else taught.ids_logprobs for taught, n in parts]
     return TaughtTokens(
         _tensor(np.concatenate(ids)[place], device), _tensor(np.concatenate(logprobs)[place], device, torch.float32)
     )
@@ -361,8 +360,8 @@ def weigh(
     algorithm, device = recipe.algorithm, responses[0].rows.device
     rollouts = whole_rows(responses, minibatch.split, device)
     old = None if old_logprobs is None else torch.cat(old_logprobs)
-    sampled = are_sampled(responses, device)
-    kept = torch.ones_like(sampled)
+    sampled = sampled_tokens(responses)
+    kept = torch.ones_like(rollouts.index, dtype=torch.bool)
     tokens, count = float(minibatch.tokens), float(minibatch.rows)
     importance = chosen = sums = None
 
@@ -373,9 +372,11 @@ def weigh(
         rollout = torch.cat([response.rollout_logprobs for response in responses])
         of_sampled = replace(rollouts, index=rollouts.index[sampled])
         corrected = correct(old[sampled], rollout[sampled], of_sampled, algorithm.correction, sum_over_ranks)
-        kept, sums = kept.masked_scatter(sampled, corrected.kept), corrected.sums
+        kept[sampled], sums = corrected.kept, corrected.sums
         if corrected.importance is not None:
-            importance = split(torch.ones_like(old).masked_scatter(sampled, corrected.importance))
+            ratios = torch.ones_like(old)
+            ratios[sampled] = corrected.importance
+            importance = split(ratios)
         # Ranks may have parts of a row; a token's share of its row's kept ones counts the row once.
         of_row = rollouts.of_tokens(rollouts.sum(kept))
         counts = torch.stack([kept.double(), torch.where(kept, 1 / of_row, 0.0)]).sum(1)
@@ -386,17 +387,19 @@ def weigh(
         drawn_by = [response.index if recipe.agent else response.numbers for response in responses]
         rows = [response.rows for response in responses]
         draws = torch.cat([token_draws(seed, *pair) for pair in zip(rows, drawn_by, strict=True)])
-        chosen = split(algorithm.loss.choose(old, torch.cat(advantages), kept & sampled, draws, sum_over_ranks))
+        eligible = kept if isinstance(sampled, slice) else kept & sampled
+        chosen = split(algorithm.loss.choose(old, torch.cat(advantages), eligible, draws, sum_over_ranks))
     longest = recipe.sequence_tokens_max if recipe.agent else recipe.rollout.response_tokens_max
     whole = MinibatchTokens(kept, rollouts, tokens, count, longest)
     weights = token_weights(algorithm.aggregation, whole)
     return TokenWeights(split(weights), importance, chosen, sums)
 
 
-def are_sampled(responses: Sequence[ResponseTokens], device: torch.device) -> Tensor:
-    """Returns which tokens of several microbatches, end to end, are not of given responses: bool [tokens]."""
-    given = [torch.zeros_like(one.rows, dtype=torch.bool) if one.given is None else one.given for one in responses]
-    return ~torch.cat([torch.empty(0, dtype=torch.bool, device=device), *given])
+def sampled_tokens(responses: Sequence[ResponseTokens]) -> Tensor | slice:
+    """Returns the index of the tokens of several microbatches, end to end, that are not of given responses."""
+    if all(one.given is None for one in responses):
+        return slice(None)
+    return ~torch.cat([torch.zeros_like(one.rows).bool() if one.given is None else one.given for one in responses])
 
 
 def whole_rows(responses: Sequence[ResponseTokens], split: Sequence[SplitRow], device: torch.device) -> Sequences:

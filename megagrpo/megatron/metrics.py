@@ -24,7 +24,7 @@ from megagrpo.algorithm.mismatch import (
     worst_tokens,
 )
 from megagrpo.algorithm.policy_losses import Objective, ObjectiveInputs
-from megagrpo.megatron.batch import Batch, TokenTensors, are_sampled, sum_over_ranks, whole_rows
+from megagrpo.megatron.batch import Batch, TokenTensors, sampled_tokens, sum_over_ranks, whole_rows
 from megagrpo.rank_results import CriticMetrics, StepMetrics
 
 
@@ -79,7 +79,7 @@ class MetricSums:
             entropy=entropy / count if self._has_entropy and tokens else None,
             clip_low_fraction=low / count,
             clip_high_fraction=high / count,
-            ratio_mean=ratio / count,
+            ratio_mean=ratio / count if tokens else None,
             mismatch=mismatch,
             correction=None if self._correction is None else correction_of(self._correction),
             grad_norm=grad_norm,
@@ -142,7 +142,7 @@ def reduce_mismatch(batch: Batch, train_logprobs: Sequence[Tensor], worst: int, 
     rollout = torch.cat([empty, *(r.rollout_logprobs for r in responses)])
     rows = torch.cat([empty.long(), *(r.rows for r in responses)])
     index = torch.cat([empty.long(), *(r.index for r in responses)])
-    sampled, sequences = are_sampled(responses, device), whole_rows(responses, batch.split, device)
+    sampled, sequences = sampled_tokens(responses), whole_rows(responses, batch.split, device)
     train, rollout, rows, index = (values[sampled] for values in (train, rollout, rows, index))
     sums = mismatch_sums(train, rollout, replace(sequences, index=sequences.index[sampled]))
     sum_over_ranks(sums)

@@ -162,15 +162,15 @@ class TrainRank(ModelRank):
 
     def token_teacher(self) -> TokenNumbers | None:
         """Returns logprobs by teachers on the ranks, of compute_teachers or the update, NaN for tokens without."""
-        return self.token_numbers(self.teachers.logprobs or self.teachers.seen(2))
+        return self.token_numbers(self.teachers.logprobs or self.teachers.seen("of_teacher"))
 
     def token_divergence(self) -> TokenNumbers | None:
         """Returns the divergences from teachers that the update first saw, NaN for tokens without."""
-        return self.token_numbers(self.teachers.seen(0))
+        return self.token_numbers(self.teachers.seen("divergence"))
 
     def token_agreement(self) -> TokenNumbers | None:
         """Returns 1 where the policy's most likely id is its teacher's, 0 elsewhere, NaN for tokens without."""
-        return self.token_numbers(self.teachers.seen(1))
+        return self.token_numbers(self.teachers.seen("agrees"))
 
     def token_energy(self) -> TokenNumbers | None:
         """Returns the energies that compute_old_logprobs found."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -44,14 +44,12 @@ from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 
 NOTHING = -80.0
 """A logprob that counts nothing in float32, with finite differences."""
+Figure = Literal["divergence", "agrees", "of_teacher"]
+"""A figure of tokens, as in Compared."""
 ShardOf = Callable[[int], VocabularyShard]
 """Makes the rows of the policy's output matrix that this rank has, of ids below a number."""
-
-
-class LogprobsOf(Protocol):
-    """ModelRank.logprobs: of the policy at response tokens, with entropies."""
-
-    def __call__(self, output: Tensor, response: ResponseTokens, *, entropy: bool) -> tuple[Tensor, Tensor]: ...
+LogprobsOf = Callable[..., tuple[Tensor, Tensor]]
+"""ModelRank.logprobs: of the policy at response tokens, with entropies."""
 
 
 @dataclass(frozen=True)
@@ -183,14 +181,12 @@ class Teachers:
         self.logprobs: TokenTensors | None = None
         """Logprobs of the response tokens, NaN for tokens without a teacher on the ranks; None: not computed."""
         self.end_update()
-        self._seen: dict[int, Tensor] = {}
-        """By microbatch, as the update first saw it: [3, response tokens], divergence, agreement and the teacher's
-        logprob of the token, NaN without."""
+        self._seen: dict[int, dict[Figure, Tensor]] = {}
+        """By microbatch, as the update first saw it."""
 
-    def seen(self, which: int) -> TokenTensors:
-        """Returns what the update first saw, 0: divergences from teachers; 1: 1 if both found the same id most likely;
-        2: logprobs by teachers on the ranks. float32, NaN for tokens without."""
-        return tuple(self._seen[index][which] for index in sorted(self._seen))
+    def seen(self, figure: Figure) -> TokenTensors:
+        """Returns a figure of the response tokens as the update first saw it, float32, NaN for tokens without."""
+        return tuple(self._seen[index][figure] for index in sorted(self._seen))
 
     def add(self, name: str, teacher: RanksTeacher) -> None:
         self._models[self._numbers[name]] = teacher
@@ -274,11 +270,12 @@ class Teachers:
         if isinstance(objective, TeacherTopKConfig) and len(self._recipe.teachers_on_ranks) < len(self._numbers):
             parts.append(_compared_with_asked(objective, output, response, policy, shard(vocab), entropy and shared))
         divergence = output.new_zeros(len(response.rows), dtype=torch.float32)
-        seen = divergence.new_full((3, len(divergence)), torch.nan)
+        seen = {figure: torch.full_like(divergence, torch.nan) for figure in get_args(Figure)}
         others = torch.ones_like(divergence, dtype=torch.bool)
         for at, found in parts:
             divergence, others[at] = divergence.index_put((at,), found.divergence), False
-            seen[:, at] = torch.stack([found.divergence.detach(), found.agrees.float(), found.of_teacher])
+            for figure, values in seen.items():
+                values[at] = getattr(found, figure).detach().float()
         self._seen.setdefault(of_batch, seen)
         with torch.set_grad_enabled(not parts or not self._recipe.teachers_alone):
             if not parts or not shared:
@@ -406,10 +403,8 @@ def compared(
             )
         case StudentTopKConfig():
             top = top_logprobs(hidden[positions], labels, policy.weight, shard, objective.k, policy.scale)
-            asked, everywhere = (
-                torch.cat([labels[:, None], top.ids], 1),
-                torch.arange(len(labels), device=labels.device),
-            )
+            asked = torch.cat([labels[:, None], top.ids], 1)
+            everywhere = torch.arange(len(labels), device=labels.device)
             options = vars(teacher.scale) | {"entropy": False}
             with torch.no_grad():
                 of_teacher, _ = vocabulary_logprobs(teacher_hidden, everywhere, asked, teacher.weight, shard, **options)

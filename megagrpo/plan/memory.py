@@ -368,9 +368,9 @@ def _batch(case: Case, stage: Stage, sequences: int) -> Iterator[Part]:
     token_bytes = TOKEN_BYTES + (RESPONSE_TOKEN_BYTES if stage.head else 0)
     lowered = ("train.layout.data", "rollout.prompts_per_step" if grpo else "data.examples_per_step")
     yield Part("batch", tokens * token_bytes, lowered)
-    taught = recipe.taught_tokens_max if isinstance(recipe, Recipe) and recipe.teachers_on_ranks else 0
-    if taught > longest_sequence(recipe):
-        yield Part("batch of teachers", tokens * taught // longest_sequence(recipe) * token_bytes, lowered)
+    if isinstance(recipe, Recipe) and recipe.teachers_read_more and recipe.teachers_on_ranks:
+        read = tokens * recipe.taught_tokens_max // recipe.sequence_tokens_max
+        yield Part("batch of teachers", read * token_bytes, lowered)
     if isinstance(recipe, Recipe) and (sizes := replayed_routes(recipe, arch)):
         of_token = 2 * sizes.per_token * len({*stage.layers} & {*arch.expert_layers})
         yield Part("routes", tokens // layout.tensor * of_token, ("train.layout.tensor", *lowered))

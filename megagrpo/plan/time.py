@@ -319,7 +319,7 @@ def _teaching(case: Case, responses: float, minibatch: BatchSize) -> tuple[Secon
     """Returns the seconds of teachers' passes on the ranks, and those that a divergence in the loss adds to updates."""
     recipe, passes, update = case.grpo, dict[str, float](), dict[str, float]()
     algorithm, advises = recipe.algorithm, recipe.algorithm.teachers_advise
-    shared = advises and algorithm.kl.coefficient > 0 and recipe.taught_tokens_max == recipe.sequence_tokens_max
+    shared = advises and algorithm.kl.coefficient > 0 and not recipe.teachers_read_more
     for name, of in teacher_cases(case).items():
         if not shared or name in case.teachers:  # else the penalty's pass finds the reference's logprobs
             read = BatchSize.of(responses / len(recipe.teachers), of.lengths)  # as if all had equally many rows
@@ -334,10 +334,9 @@ def _teaching(case: Case, responses: float, minibatch: BatchSize) -> tuple[Secon
         if recipe.rollout.narrowing:  # the rewards' loss has logits of its own
             own += head(FORWARD if recipe.teachers_alone else training_products(recipe.train), minibatch)
         update |= {"divergence: output layer": own} if own else {}
-        times = 1 + whole
         for name, of in heads_again(case).items():  # at its own rows, as if all had equally many
             once = TrainingRanks(of).head_seconds(FORWARD, minibatch.share(1 / len(recipe.teachers)))
-            update[f"teacher {name}: output layer"] = times * once
+            update[f"teacher {name}: output layer"] = (1 + whole) * once
     return passes, update
 
 

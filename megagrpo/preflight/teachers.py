@@ -10,7 +10,6 @@ from megagrpo.data.files import Findings, place
 from megagrpo.data.locations import files_of, is_remote
 from megagrpo.data.rows import prompt_schema, quick_look, sources_with, stream, text_problems
 from megagrpo.errors import ModelError, Problem, brief, first_line
-from megagrpo.plan.parameters import known_models
 from megagrpo.preflight.model import (
     PROBLEMS_OF_A_PART,
     TOKENIZER_FILES,
@@ -54,7 +53,7 @@ def check_teachers(
         elif isinstance(teacher, ServedTeacherConfig):
             directory = beside.get(f"teachers.{name}")
             if directory:
-                checked.problems += attempt(checked.problems, _on_server, recipe, name, directory) or []
+                checked.problems += attempt(checked.problems, _on_server, recipe, name, teacher, directory) or []
             elif plan_only:
                 directory = cached_directory(teacher.path)
         elif isinstance(teacher, ExternalTeacherConfig):
@@ -63,18 +62,17 @@ def check_teachers(
             directory = cached_directory(given[0]) if of_hub else attempt(checked.problems, local_directory, *given)
         else:
             continue
-        known = directory in known_models().values()
-        if tokenizer and directory and not known and (has_tokenizer(directory) or not plan_only):
+        if tokenizer and directory and (has_tokenizer(directory) or not plan_only):
             checked.problems += attempt(checked.problems, _other_tokens, name, tokenizer, directory) or []
         else:
-            checked.unchecked.append(f"the tokenizer of teachers.{name} beside the policy's: not both on this machine")
+            checked.unchecked.append(f"the tokenizer of teachers.{name}, for want of its files or the policy's")
     checked.problems += attempt(checked.problems, lambda: [*_row_problems(recipe, absent)]) or []
     return checked
 
 
 def _on_ranks(recipe: Recipe, name: str, directory: Path) -> list[Problem]:
     """Returns the problems of a model in its layout. Raises ModelError if it cannot be read."""
-    more = ", or algorithm.distillation.system_tokens_max" * (recipe.taught_tokens_max > recipe.sequence_tokens_max)
+    more = ", or algorithm.distillation.system_tokens_max" if recipe.teachers_read_more else ""
     own = f"teachers.{name}.layout" if getattr(recipe.teachers[name], "layout", None) else "train.layout"
     return [
         replace(
@@ -87,11 +85,10 @@ def _on_ranks(recipe: Recipe, name: str, directory: Path) -> list[Problem]:
     ]
 
 
-def _on_server(recipe: Recipe, name: str, directory: Path) -> Iterator[Problem]:
+def _on_server(recipe: Recipe, name: str, teacher: ServedTeacherConfig, directory: Path) -> Iterator[Problem]:
     """Yields the problems of a model that an engine serves. Raises ModelError if it cannot be read."""
-    teacher, config = recipe.models_beside[f"teachers.{name}"], read_json(directory / "config.json")
-    if isinstance(teacher, ServedTeacherConfig):
-        yield from teacher.settings.engine_kind.model_problems(directory)
+    config = read_json(directory / "config.json")
+    yield from teacher.settings.engine_kind.model_problems(directory)
     positions = (config.get("text_config") or config).get("max_position_embeddings")
     if isinstance(positions, int) and positions < recipe.taught_tokens_max:
         yield problem("sequence_beyond_a_teacher", recipe=recipe, name=name, positions=positions)
@@ -163,11 +160,8 @@ def _row_problems(recipe: Recipe, absent: Collection[str]) -> Iterator[Problem]:
         for number, source, value in sources_with(path, mapping, distillation.column):
             sources[source] = None
             try:
-                names.add(name := recipe.teacher_of(source, {distillation.column or "": value}))
-                wrong = name is not None and name not in recipe.teachers
+                names.add(recipe.teacher_of(source, {distillation.column or "": value}))
             except ValueError:
-                wrong = True
-            if wrong:
                 where = f"{place(path, number)}, {distillation.column}"
                 problems.append(problem("teacher_of_a_row", where=where, name=brief(value), known=[*recipe.teachers]))
     yield from problems[:PROBLEMS_OF_A_PART]

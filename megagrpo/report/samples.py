@@ -20,7 +20,7 @@ from megagrpo.evaluation.responses import FILE_NAME, read_responses
 from megagrpo.report.parts import Columns, Part, digest, encode, labels
 from megagrpo.report.run import RunRead, responses_in
 from megagrpo.report.text import BRANCHES
-from megagrpo.track.rollout_files import SCHEMA, encodable, read_file, rollout_files
+from megagrpo.track.rollout_files import SCHEMA, TAUGHT, TRAINED, encodable, read_file, rollout_files
 
 SAMPLES = 5_000
 """Most samples of a page, the newest ones, unless another number is asked for."""
@@ -36,9 +36,7 @@ SOLVED, MASKED, FAILED, AGENT = 1, 2, 4, 8
 """Bits of a row's flags."""
 PREVIEW = 80  # characters
 NO_TOKEN = -1
-FIGURES = (
-    "rollout_logprobs", "train_logprobs", "entropies", "token_advantages", "teacher_logprobs", "teacher_divergences",
-)  # fmt: skip
+FIGURES = ("rollout_logprobs", *TRAINED, *TAUGHT)
 PROMPT = ("prompt_id", "prompt", "messages", "ground_truth", "ability")
 TEXTS = (*PROMPT, "response", "parts", "notes", "answer", "error", "masked", "teacher", "agent")
 NAMES = ("set", "data_source", "finish")

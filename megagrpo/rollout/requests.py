@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megagrpo.errors import Problem, TeacherError, brief
+from megagrpo.errors import Problem, TeacherError
 from megagrpo.recipe.defaults import replays_routes
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.eval import EvalSet
@@ -74,26 +74,22 @@ def given_sample(recipe: Recipe, prompt: Prompt, step: int) -> Sample | None:
     rollout.response_tokens_max."""
     distillation = recipe.algorithm.distillation
     given = distillation and distillation.given_responses
-    text = prompt.extra_info.get(given.column) if given and prompt.given else None
-    if not given or text is None or teacher_of(recipe, prompt) is None:
+    if not given or not prompt.given or teacher_of(recipe, prompt) is None:
         return None
     if sample_seed(recipe.seed, step, prompt.id, GIVEN) >= given.share * 2**SEED_BITS:
         return None
     tokens = np.array(prompt.given[: recipe.rollout.response_tokens_max], np.int32)
     logprobs = np.full(len(tokens), np.nan, np.float32)
-    return Sample(prompt.id, 0, tokens, logprobs, np.zeros_like(tokens), "given", str(text))
+    return Sample(prompt.id, 0, tokens, logprobs, np.zeros_like(tokens), "given", "")
 
 
 def teacher_of(recipe: Recipe, prompt: Prompt) -> str | None:
     """Returns the name of a row's teacher, None without one. Raises TeacherError if the row names another thing."""
     try:
-        name = recipe.teacher_of(prompt.data_source, prompt.extra_info)
+        return recipe.teacher_of(prompt.data_source, prompt.extra_info)
     except ValueError as error:
-        raise TeacherError(Problem(f"prompt {prompt.id}", str(error), "the name of a teacher")) from error
-    if name is not None and name not in recipe.teachers:
         known = ", ".join(recipe.teachers)
-        raise TeacherError(Problem(f"prompt {prompt.id}", brief(name), f"one of {known}"))
-    return name
+        raise TeacherError(Problem(f"prompt {prompt.id}", str(error), f"one of {known}")) from error
 
 
 def evaluation_requests(recipe: Recipe, held_out: EvalSet, prompts: Sequence[Prompt]) -> list[list[Request]]:

@@ -66,6 +66,10 @@ SCHEMA = pa.schema(
         ("teacher_divergences", pa.list_(pa.float32())),  # null without a divergence in the loss
     ]
 )
+TRAINED = ("train_logprobs", "entropies", "token_advantages")
+TAUGHT = ("teacher_logprobs", "teacher_divergences")
+"""Columns with values of the tokens that are trained on, TAUGHT of those in rows with a teacher. Other columns have
+values of all tokens."""
 
 
 def encodable(value: Any) -> Any:

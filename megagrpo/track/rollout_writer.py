@@ -22,16 +22,15 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from megagrpo.algorithm.advantage_method import Advantages
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.errors import first_line
-from megagrpo.track.rollout_files import SCHEMA, TRAIN, encodable, read_file, rollout_file, trace
+from megagrpo.tokenizer import response_texts
+from megagrpo.track.rollout_files import SCHEMA, TAUGHT, TRAIN, TRAINED, encodable, read_file, rollout_file, trace
 from megagrpo.types import Group, Sample, Score
 
 WITH_TOKENS_MAX = 2
 """Steps that may wait with the figures of their tokens, which are most of the queue's memory."""
 WAITING_MAX = 4
 FINISH_TIMEOUT_SECONDS = 60.0
-FIGURES = [f"{name}.list.element" for name in (
-    "rollout_logprobs", "train_logprobs", "entropies", "teacher_logprobs", "teacher_divergences",
-)]  # fmt: skip
+FIGURES = [f"{name}.list.element" for name in ("rollout_logprobs", "train_logprobs", "entropies", *TAUGHT)]
 """Parquet's names of columns whose values are all different: bytes of equal weight compress better together."""
 REPEATED = [
     "set", "data_source", "ability", "prompt_id", "prompt", "messages", "ground_truth", "finish", "masked",
@@ -44,10 +43,6 @@ FAULTS = (OSError, MemoryError, RuntimeError, pa.ArrowException, ValueError, Typ
 another thread."""
 PART_TOKENS = 1 << 20
 """Tokens of a part of a table: tens of MB."""
-TRAINED = ("train_logprobs", "entropies", "token_advantages")
-TAUGHT = ("teacher_logprobs", "teacher_divergences")
-"""Columns with values of the tokens that are trained on, TAUGHT of those in rows with a teacher. Other columns have
-values of all tokens."""
 INCOMPLETE = "\ufffd"
 """The replacement for bytes that are no character."""
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -193,13 +188,12 @@ class _Row:
     figured: bool
 
 
-def tables(rollouts: StepRollouts, texts: TokenTexts | None) -> Iterator[pa.Table]:
-    """Yields the rows, in parts of about PART_TOKENS tokens; without `texts` all lack figures of their tokens. Raises
-    the errors of pyarrow and the tokenizer."""
+def tables(rollouts: StepRollouts, texts: TokenTexts) -> Iterator[pa.Table]:
+    """Yields the rows, in parts of about PART_TOKENS tokens. Raises the errors of pyarrow and the tokenizer."""
     part: list[_Row] = []
     tokens = 0
     for name, groups in rollouts.sets.items():
-        number, figured = 0, len(first_groups(groups, rollouts.token_samples)) if texts else 0
+        number, figured = 0, len(first_groups(groups, rollouts.token_samples))
         for place, group in enumerate(groups):
             scores = group.scores or (Score(None),) * len(group.samples)
             for sample, score in zip(group.samples, scores, strict=True):
@@ -211,16 +205,16 @@ def tables(rollouts: StepRollouts, texts: TokenTexts | None) -> Iterator[pa.Tabl
     yield _table(rollouts, part, texts)
 
 
-def _table(rollouts: StepRollouts, rows: Sequence[_Row], texts: TokenTexts | None) -> pa.Table:
-    values = [{name: encodable(value) for name, value in _values(rollouts, row).items()} for row in rows]
+def _table(rollouts: StepRollouts, rows: Sequence[_Row], texts: TokenTexts) -> pa.Table:
+    values = [{name: encodable(value) for name, value in _values(rollouts, row, texts).items()} for row in rows]
     table = pa.Table.from_pylist(values, SCHEMA)
-    if texts and any(row.figured for row in rows):
+    if any(row.figured for row in rows):
         for name, lists in _token_columns(rollouts, rows, texts).items():
             table = table.set_column(SCHEMA.get_field_index(name), SCHEMA.field(name), lists)
     return table
 
 
-def _values(rollouts: StepRollouts, row: _Row) -> dict[str, Any]:
+def _values(rollouts: StepRollouts, row: _Row, texts: TokenTexts) -> dict[str, Any]:
     """Returns the values of a row that are no lists of tokens."""
     prompt, sample, score, learned = row.group.prompt, row.sample, row.score, rollouts.learned
     return {
@@ -232,7 +226,7 @@ def _values(rollouts: StepRollouts, row: _Row) -> dict[str, Any]:
         "sample": sample.index,
         "prompt": prompt.text,
         "messages": _json(list(prompt.messages)) if prompt.messages else "",
-        "response": sample.text,
+        "response": texts.whole(sample) if sample.given else sample.text,
         "ground_truth": prompt.ground_truth,
         "score": None if score.value is None else float(score.value),
         "parts": [(name, float(value)) for name, value in score.parts.items()],
@@ -308,6 +302,10 @@ class TokenTexts:
         self._texts: dict[int, str] = {}
         self._parts: dict[int, bytes] = {}  # bytes of the tokens that are no whole text by themselves
         self._falls_back = False
+
+    def whole(self, sample: Sample) -> str:
+        """Returns the text of a response, without special tokens."""
+        return response_texts(self._tokenizer, [(sample.tokens, sample.finish)])[0]
 
     def pieces(self, tokens: np.ndarray, offsets: np.ndarray) -> pa.Array:
         """Returns string [tokens]. tokens: int32 [tokens] of all responses; offsets: int64 [responses + 1] (Ragged)."""

@@ -21,7 +21,7 @@ from megagrpo.algorithm.advantages import OwnAdvantageConfig
 from megagrpo.algorithm.credit import Turns
 from megagrpo.algorithm.optimizer import learning_rate
 from megagrpo.algorithm.ragged import ragged_zeros
-from megagrpo.batching.rank_batches import RankBatch, TrainSequence, make_rank_batches
+from megagrpo.batching.rank_batches import RankBatch, TrainSequence, make_rank_batches, sampled_sequences
 from megagrpo.errors import AgentError, EngineError, Problem, RecipeError
 from megagrpo.recipe.defaults import prompts_of_round
 from megagrpo.recipe.schema import Recipe
@@ -141,8 +141,9 @@ def with_signal(groups: Sequence[Group], recipe: Recipe) -> list[Group]:
     """Returns the groups that teach something, as `CreditMethod.teaches` defines it, have a teacher, or are given."""
     inputs, algorithm = advantage_inputs(recipe, groups), recipe.algorithm
     teaches = algorithm.credit.teaches(algorithm.advantage, inputs, turns_of(recipe, groups))
-    has_teacher = np.array([name is not None for name in teachers_of_rows(recipe, groups)], bool)
-    teaches = teaches | (has_teacher & trainable_rows(inputs)) | given_rows(groups)
+    if recipe.teachers:
+        has_teacher = np.array([name is not None for name in teachers_of_rows(recipe, groups)], bool)
+        teaches = teaches | (has_teacher & trainable_rows(inputs)) | given_rows(groups)
     return [groups[i] for i in np.unique(inputs.group_ids[teaches])]
 
 
@@ -199,7 +200,7 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> T
     taught = taught_of(recipe, sampled.groups)
     if algorithm.reads_batch:  # the recipe's rules then refuse to credit turns
         with run.clock.phase("logprobs"):
-            batches, zeros = load_batch(run, sampled.groups, rows, step), ragged_zeros(inputs.tokens)
+            batches, zeros = load_batch(run, sampled.groups, rows, step, taught), ragged_zeros(inputs.tokens)
             if algorithm.kl_in_reward:
                 kl = run.policy.by_token("token_kl", inputs.tokens) if batches else zeros
                 inputs = replace(inputs, kl=kl, kl_coefficient=kl_coefficient)
@@ -223,21 +224,21 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> T
             if algorithm.skips_groups:
                 teaches = advantages.taught if taught is None else advantages.taught | taught.rows
                 rows = rows & np.isin(inputs.group_ids, inputs.group_ids[teaches])
-            batches = load_batch(run, sampled.groups, rows, step)
-    if algorithm.policy_learns(step):
-        if recipe.ranks_advise and taught and batches:
-            taught = taught.with_ranks(run)
-        advantages, taught = advised(recipe, advantages, taught, sampled.groups, rows)
+            batches = load_batch(run, sampled.groups, rows, step, taught)
+    if taught is not None and algorithm.policy_learns(step):
+        advantages, taught = advised(run, advantages, taught, sampled.groups, rows)
     return Trained(rows, advantages, batches, kl_coefficient, taught=taught)
 
 
-def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: int) -> list[RankBatch]:
+def load_batch(
+    run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: int, taught: Taught | None
+) -> list[RankBatch]:
     """Sends the chosen rows (bool [rows]) to the training ranks, which compute the logprobs that the recipe needs.
 
     Returns the batches sent, one per data rank; [] if no row was chosen.
     """
     recipe, policy = run.recipe, run.policy
-    names, of_row = list(recipe.teachers), teachers_of_rows(recipe, groups)
+    names, of_row = list(recipe.teachers), taught.teacher_of_row if taught else []
     numbers = [-1 if name is None else names.index(name) for name in of_row]
     asked = {number for number, name in enumerate(names) if not recipe.teachers[name].on_ranks}
     sequences = train_sequences(groups, rows, narrowed=bool(recipe.rollout.narrowing), teachers=numbers, asked=asked)
@@ -408,8 +409,8 @@ def train(run: TrainRun, trained: Trained, step: int) -> Trained:
                     in_loss = 0.0 if algorithm.kl_in_reward else kl_coefficient
                     updated = policy.update(advantages.of_tokens or advantages.of_rows, lr, in_loss, step)
                     if updated.kl is not None:
-                        rows = int(trained.rows.sum())
-                        kl_coefficient = algorithm.kl.next_coefficient(kl_coefficient, updated.kl, rows)
+                        rows = {sequence.row for sequence in sampled_sequences(trained.batches)}
+                        kl_coefficient = algorithm.kl.next_coefficient(kl_coefficient, updated.kl, len(rows))
                     trained = replace(trained, kl_coefficient=kl_coefficient, policy=updated, lr=lr)
             trained = replace(trained, memory_peak=policy.memory_peak())
             if trained.taught and trained.policy:

@@ -20,7 +20,7 @@ from megagrpo.batching.rank_batches import (
     imbalance,
     packing_efficiency,
     padding_share,
-    sequences_of,
+    sampled_sequences,
 )
 from megagrpo.errors import Problem
 from megagrpo.recipe.defaults import run_directory, same_bits
@@ -65,7 +65,7 @@ def step_metrics(
     if trained.critic is not None:
         figures = {"lr": trained.critic_lr, **vars(trained.critic)}
         metrics |= {f"critic/{name.removesuffix('_fraction')}": value for name, value in figures.items()}
-    metrics |= teacher_metrics(trained.taught, sampled.groups)
+    metrics |= teacher_metrics(trained.taught, trained.rows, sampled.groups)
     if trained.memory_peak is not None:
         metrics["memory/allocated_max/update"] = float(trained.memory_peak)
     if trained.policy is not None:
@@ -168,7 +168,6 @@ def update_metrics(update: StepMetrics) -> dict[str, float]:
         "loss/policy": update.policy_loss,
         "clip/low": update.clip_low_fraction,
         "clip/high": update.clip_high_fraction,
-        "ratio/mean": update.ratio_mean,
         "grad_norm": update.grad_norm,
         "skipped_steps": float(update.skipped_steps),
         "logprob_difference/mean": update.mismatch.mean,
@@ -184,10 +183,8 @@ def update_metrics(update: StepMetrics) -> dict[str, float]:
         "perplexity/train": update.mismatch.train_perplexity,
         "perplexity/rollout": update.mismatch.rollout_perplexity,
     }
-    if update.kl is not None:
-        metrics["kl/mean"] = update.kl
-    if update.entropy is not None:
-        metrics["entropy"] = update.entropy
+    optional = {"ratio/mean": update.ratio_mean, "kl/mean": update.kl, "entropy": update.entropy}
+    metrics |= {name: value for name, value in optional.items() if value is not None}
     if update.correction is not None:
         metrics |= {f"correction/{name}": value for name, value in vars(update.correction).items()}
     return metrics
@@ -197,7 +194,7 @@ def route_metrics(update: StepMetrics, batches: Sequence[RankBatch], groups: Seq
     """Returns metrics of routing replay; {} without it."""
     if (differences := update.route_differences) is None:
         return {}
-    sequences = _sampled_sequences(batches)
+    sequences = sampled_sequences(batches)
     ended = [sample for group in groups for sample in group.samples if sample.finish != "abort"]
     metrics = {
         "routes/missing": float(sum(not has_routes(sample) for sample in ended)),
@@ -208,11 +205,6 @@ def route_metrics(update: StepMetrics, batches: Sequence[RankBatch], groups: Seq
     if (own := update.own_routes) is not None:
         metrics |= {f"own_routes/{name}": getattr(own, name) for name in OWN_ROUTES}
     return metrics
-
-
-def _sampled_sequences(batches: Sequence[RankBatch]) -> list[TrainSequence]:
-    """Returns the sequences of all ranks but given responses."""
-    return [sequence for sequence in sequences_of(*batches) if not sequence.given]
 
 
 def _routed(sequences: Sequence[TrainSequence]) -> int:
@@ -231,7 +223,7 @@ def step_proof(run: TrainRun, sampled: Sampled, trained: Trained) -> StepProof |
     """
     if (update := trained.policy) is None:
         return None
-    recipe, sequences = run.recipe, _sampled_sequences(trained.batches)
+    recipe, sequences = run.recipe, sampled_sequences(trained.batches)
     samples = [sample for group in sampled.groups for sample in group.samples]
     rows = {sequence.row for sequence in sequences}
     by_token = np.concatenate([np.empty(0, np.int32), *(samples[row].versions for row in rows)])

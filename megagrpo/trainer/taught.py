@@ -10,13 +10,12 @@ import numpy as np
 
 from megagrpo.algorithm.advantage_method import Advantages
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
-from megagrpo.batching.rank_batches import RankBatch, as_teachers_read, make_rank_batches, sequences_of
+from megagrpo.batching.rank_batches import RankBatch, as_teachers_read, make_rank_batches
 from megagrpo.batching.work import Work
 from megagrpo.cluster.reward_models import asked_ids
 from megagrpo.errors import Problem, TeacherError
 from megagrpo.recipe.defaults import read_by
 from megagrpo.recipe.schema import Recipe
-from megagrpo.reward.scorer import GIVEN
 from megagrpo.rollout.requests import teacher_of
 from megagrpo.trainer.run import TrainRun
 from megagrpo.types import Group
@@ -44,8 +43,7 @@ class Taught:
 
     def after_update(self, run: TrainRun) -> Taught:
         """Adds what the update saw, if the divergence is a term of the loss."""
-        distillation = run.recipe.algorithm.distillation
-        if distillation is None or not distillation.objective.in_loss:
+        if run.recipe.algorithm.teachers_advise:
             return self
         lengths = self.logprobs.lengths
         divergence = run.policy.by_token("token_divergence", lengths, np.nan)
@@ -54,13 +52,14 @@ class Taught:
         return replace(taught, divergence=divergence, agreement=agreement)
 
 
-def teacher_metrics(taught: Taught | None, groups: Sequence[Group]) -> dict[str, float]:
+def teacher_metrics(taught: Taught | None, rows: np.ndarray, groups: Sequence[Group]) -> dict[str, float]:
     """Returns the mean divergence from teachers, the agreement, and the shares of tokens that have one or are given.
 
-    The divergence is also by data source, if there are several. {}: no teachers, or no update of rows with a teacher.
+    rows: bool [rows], those in the batches. The divergence is also by data source, if there are several. {}: no
+    teachers, or no update of rows with a teacher.
     """
     if taught is None or taught.divergence is None:
-        return {"teacher/tokens_share": 0.0} if taught and not taught.rows.any() else {}
+        return {"teacher/tokens_share": 0.0} if taught and not (taught.rows & rows).any() else {}
     values = taught.divergence.values
     known = np.isfinite(values)
     given = np.array([sample.given for group in groups for sample in group.samples], bool)
@@ -116,7 +115,8 @@ def batches_of_teachers(
 
     Others are a teacher's own rows, in its layout, with the prompts that it reads."""
     found = dict[str, Sequence[RankBatch] | None]()
-    sequences = [(one, data_rank) for data_rank, batch in enumerate(batches) for one in sequences_of(batch)]
+    micros = [(micro, rank) for rank, batch in enumerate(batches) for of in batch.minibatches for micro in of]
+    sequences = [(sequence, rank) for micro, rank in micros for sequence in micro.sequences]
     for number, name in enumerate(recipe.teachers):
         own = [as_teachers_read(*pair) for pair in sequences if pair[0].teacher == number]
         if not own or not recipe.teachers[name].on_ranks:
@@ -134,19 +134,21 @@ def batches_of_teachers(
 def given_rows(groups: Sequence[Group]) -> np.ndarray:
     """Returns the rows with given responses, but those on which a teacher failed: bool [rows]."""
     pairs = (pair for group in groups for pair in zip(group.samples, group.scores, strict=True))
-    return np.array([sample.given and score.masked == GIVEN for sample, score in pairs], bool)
+    return np.array([sample.given and not score.error for sample, score in pairs], bool)
 
 
 def advised(
-    recipe: Recipe, advantages: Advantages, taught: Taught | None, groups: Sequence[Group], rows: np.ndarray
-) -> tuple[Advantages, Taught | None]:
-    """Adds the teachers' logprobs of the sampled tokens to the advantages of the chosen rows (bool [rows]).
+    run: TrainRun, advantages: Advantages, taught: Taught, groups: Sequence[Group], rows: np.ndarray
+) -> tuple[Advantages, Taught]:
+    """Adds the teachers' logprobs of the sampled tokens to the advantages of the loaded rows (bool [rows]).
 
     Adds nothing if the objective is a term of the loss. Else it notes the divergence.
     """
-    distillation = recipe.algorithm.distillation
-    if distillation is None or taught is None or distillation.objective.in_loss:
+    distillation = run.recipe.algorithm.distillation
+    if distillation is None or distillation.objective.in_loss:
         return advantages, taught
+    if run.recipe.teachers_on_ranks and rows.any():
+        taught = taught.with_ranks(run)
     sampled = [sample.logprobs for group in groups for sample in group.samples]
     student = taught.logprobs.with_values(np.concatenate([np.empty(0, np.float32), *sampled]))
     chosen = np.repeat(rows, student.lengths)

@@ -36,8 +36,6 @@ CLOSE_SECONDS = 5.0
 TOTALS = ("requests", "retries", "cached", "tokens")
 SHOWN_MAX = 300
 """Most characters of a failure in a sample's error; the first failure is reported whole."""
-TRIED = (0, 0)
-"""Token ids of a trial request."""
 AskedConfig = ServedTeacherConfig | ExternalTeacherConfig
 T = TypeVar("T")
 
@@ -273,7 +271,7 @@ class Teachers:
             model = served.get("model_path", "a model")
             teacher = ExternalTeacher(self._recipe, config, key, model)
             self._teachers[name] = self._client(name, teacher)
-            reply = await self._teachers[name].reply((np.array(TRIED, np.int32), 1))
+            reply = await self._teachers[name].reply((np.zeros(2, np.int32), 1))  # a trial
             failure = "" if reply.status == 200 else reply.failure
         except EngineError as error:
             failure = error.problems[0].given
@@ -308,7 +306,7 @@ def _with_answers(
         if isinstance(answer, TeacherTokens):
             samples[member] = replace(samples[member], teacher=answer)
         elif answer is not None and (scores[member].value is not None or samples[member].given):
-            why = f"teacher {name}: {answer}"[:SHOWN_MAX]
-            masked, error = (why, "") if isinstance(answer, OverBudgetError) else ("", why)
+            why, over = f"teacher {name}: {answer}"[:SHOWN_MAX], isinstance(answer, OverBudgetError)
+            masked, error = (why, "") if over and not samples[member].given else ("", why)
             scores[member] = replace(scores[member], value=None, counted=(), masked=masked, error=error)
     return replace(group, samples=tuple(samples), scores=tuple(scores))

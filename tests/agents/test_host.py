@@ -27,7 +27,7 @@ from megagrpo.report.text import conversation
 from megagrpo.rollout.pool import Order
 from megagrpo.track.metrics import undocumented
 from megagrpo.track.rollout_files import TRAIN
-from megagrpo.track.rollout_writer import StepRollouts, tables
+from megagrpo.track.rollout_writer import StepRollouts, TokenTexts, tables
 from megagrpo.trainer.step_metrics import agent_metrics
 from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams
 from tests.loop.small_run import wait_until
@@ -199,7 +199,7 @@ def test_what_is_seen_of_rollouts_has_metrics_and_reads_as_a_conversation(hosted
     assert metrics["agent/failed"] == 2
     assert metrics["agent/seconds/max"] >= metrics["agent/seconds/mean"] > 0
     assert not undocumented(metrics)
-    (table,) = tables(StepRollouts(1, {TRAIN: [group]}, 0, 0), None)
+    (table,) = tables(StepRollouts(1, {TRAIN: [group]}, 0, 0), TokenTexts(TOKENIZER))
     talked = next(number for number, sample in enumerate(group.samples) if sample.finish == "stop")
     shown = conversation(table.to_pylist()[talked])
     places = [shown.index(text) for text in ("talks", "turn 0", "fine", "on 0", "turn 1")]

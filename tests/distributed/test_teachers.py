@@ -3,6 +3,7 @@ full logits."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from megagrpo.megatron.metrics import reduce_mismatch
 from megagrpo.megatron.rank import TrainRank
 from megagrpo.megatron.teacher import Head, Teachers, _compared_at
 from megagrpo.recipe.schema import Recipe
+from megagrpo.trainer.step_metrics import update_metrics
 from megagrpo.trainer.taught import batches_of_teachers
 from megagrpo.types import KeptSets, TeacherTokens
 from megagrpo.weights.families import read_architecture
@@ -344,10 +346,11 @@ def test_given_responses_add_their_divergence_and_reach_no_other_term_correction
     loss = {"name": "clip_cov", "covariance_share": 0.2, "covariance_low": -100.0, "covariance_high": 100.0}
     terms = {"aggregation": "token_sum", "correction": bounds, "loss": loss, "entropy_coefficient": 0.02}
     alone = {"aggregation": "token_sum", "kl": {"coefficient": 0.0}}
-    mixed, sampled = [], []
+    mixed, sampled, given = [], [], []
     for one in case.sequences:
+        given.append(replace(one, given=True, rollout_logprobs=np.full(len(one.tokens), np.nan, np.float32)))
         if one.row in (3, 6):
-            mixed.append(replace(one, given=True, rollout_logprobs=np.full(len(one.tokens), np.nan, np.float32)))
+            mixed.append(given[-1])
         else:
             mixed.append(one)
             sampled.append(replace(one, teacher=NONE))
@@ -362,6 +365,7 @@ def test_given_responses_add_their_divergence_and_reach_no_other_term_correction
             ("mixed", changed(terms), mixed, 1.0),
             ("teacher", changed(alone), case.sequences, 0.0),
             ("sampled", changed(terms), sampled, 1.0),
+            ("given", changed(terms), given, 1.0),
         )
     }
     results = on_ranks(with_batches, base, case, runs, teacher)
@@ -377,6 +381,9 @@ def test_given_responses_add_their_divergence_and_reach_no_other_term_correction
     assert 0 < found.correction.rejected_share < 1
     for figure in ("mean", "max", "chi2_sequence", "train_perplexity"):
         assert getattr(found.mismatch, figure) == pytest.approx(getattr(wanted.mismatch, figure), rel=1e-5), figure
+    figures = update_metrics(results[0]["given"][1])
+    assert not {"kl/mean", "entropy", "ratio/mean"} & figures.keys(), "there is no token to take a mean over"
+    assert all(map(math.isfinite, figures.values()))
 
 
 def beside_the_start(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,7 @@ from megagrpo.megatron.attention import (
     _attend_batch,
     attend,
 )
-from megagrpo.megatron.batch import Batch, Minibatch, Packed, of_tokens, pack
+from megagrpo.megatron.batch import Batch, Minibatch, Packed, of_tokens, pack, sampled_tokens
 from megagrpo.megatron.rotary import cosine_and_sine, inverse_frequencies, rotate
 from megagrpo.weights.families.parts import Rope
 from tests.methods import rows_of
@@ -51,6 +53,16 @@ def test_the_longest_length_is_never_that_of_all_tokens(lengths: list[int]) -> N
     """Megatron's unfused rotary embedding would rotate the second sequence as if it went on where the first ends."""
     (part,) = all_ranks(lengths, ParallelLayout())
     assert part.sequences.max_seqlen_q > part.sequences.cu_seqlens_q[-1]
+
+
+def test_tokens_of_given_responses_are_left_out_and_nothing_is_selected_without_any() -> None:
+    sampled = microbatch([3, 4])
+    mixed = Microbatch((sampled.sequences[0], replace(sampled.sequences[1], given=True)))
+    first, second = (pack(one, layout=ParallelLayout(), context_rank=0, device="cpu") for one in (sampled, mixed))
+    assert sampled_tokens([*first.responses, *first.responses]) == slice(None)
+    found = sampled_tokens([*first.responses, *second.responses])
+    assert isinstance(found, torch.Tensor)
+    assert found.tolist() == [True] * 6 + [False] * 2
 
 
 @given(lengths_of_sequences, layouts)

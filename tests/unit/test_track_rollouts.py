@@ -121,6 +121,14 @@ def test_a_row_has_what_was_sampled_scored_and_learned(tmp_path: Path) -> None:
     assert len(second["rollout_logprobs"]) == lengths[1]
 
 
+def test_a_given_response_is_shown_as_its_tokens_read(tmp_path: Path) -> None:
+    """Not as the row's text: it may have been longer, or of a column that the recipe named before."""
+    tokens = [*TOKENIZER.encode("82", add_special_tokens=False), TOKENIZER.eos_token_id]
+    samples = [replace(sample_of(0, tokens[:count]), finish="given") for count in (1, 3)]
+    write(tmp_path, step(1, *(replace(group("1"), samples=(sample,)) for sample in samples)))
+    assert [row["response"] for row in read_rollouts(tmp_path).to_pylist()] == ["8", "82"]
+
+
 def test_agents_rollouts_have_their_trace_and_the_tokens_of_all_turns(tmp_path: Path) -> None:
     write(tmp_path, step(1, group_of(calculator_run())))
     (row,) = read_rollouts(tmp_path).to_pylist()
@@ -372,7 +380,7 @@ def size_of(run: AgentRun) -> int:
 
 def row_of(group: Group) -> dict[str, Any]:
     """Its first row."""
-    (table,) = tables(StepRollouts(1, {TRAIN: [group]}, 0, 0), None)
+    (table,) = tables(StepRollouts(1, {TRAIN: [group]}, 0, 0), TokenTexts(TOKENIZER))
     return table.to_pylist()[0]
 
 

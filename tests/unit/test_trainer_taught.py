@@ -12,7 +12,7 @@ import pytest
 from megagrpo.algorithm.advantage_method import Advantages
 from megagrpo.algorithm.distillation import DistillationConfig
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
-from megagrpo.batching.rank_batches import sequences_of
+from megagrpo.batching.rank_batches import sampled_sequences
 from megagrpo.errors import EngineError, TeacherError
 from megagrpo.rollout.requests import training_order
 from megagrpo.track.metrics import documented, undocumented
@@ -47,10 +47,11 @@ def test_rows_have_the_teacher_of_their_column_then_of_their_source() -> None:
     settings = DistillationConfig(by_source={"math*": "a", "math_hard": "b", "code": None}, column="teacher")
     given = [("math_easy", {}), ("math_hard", {}), ("code", {}), ("other", {}), ("code", {"teacher": "c"})]
     given += [("math_easy", {"teacher": ""}), ("math_easy", {"teacher": None})]
-    assert [settings.teacher_of(*row, "only") for row in given] == ["a", "b", None, None, "c", None, "a"]
-    assert DistillationConfig().teacher_of("any", {}, "only") == "only"
-    with pytest.raises(ValueError, match="teacher: 3"):
-        settings.teacher_of("code", {"teacher": 3}, None)
+    assert [settings.teacher_of(*row, "abc") for row in given] == ["a", "b", None, None, "c", None, "a"]
+    assert DistillationConfig().teacher_of("any", {}, ["only"]) == "only"
+    for named in (3, "d"):
+        with pytest.raises(ValueError, match=repr(named)):
+            settings.teacher_of("code", {"teacher": named}, "abc")
 
 
 def test_advantages_get_the_difference_of_logprobs_where_there_is_a_teacher() -> None:
@@ -68,7 +69,7 @@ def test_metrics_are_means_over_tokens_with_a_teacher_also_by_source() -> None:
     groups = [group_of("math", sample_of([-1.0, -1.0])), group_of("code", sample_of([-1.0]), sample_of([-1.0]))]
     values = ragged_zeros([2, 1, 1], np.float32).with_values(np.array([0.5, 0.1, np.nan, 0.3], np.float32))
     agreement = values.with_values(np.array([1, 0, np.nan, 1], np.float32))
-    found = teacher_metrics(Taught(["a", None, "a"], values, values, agreement), groups)
+    found = teacher_metrics(Taught(["a", None, "a"], values, values, agreement), np.ones(3, bool), groups)
     assert found == pytest.approx(
         {
             "teacher/tokens_share": 0.75,
@@ -236,12 +237,20 @@ def test_groups_without_signal_and_teacher_are_left_out_where_ranks_advise(credi
     assert (trained.advantages.of_tokens.values[rows // 4 == asked] == 1.0).all()  # log q, 0, less log p, -1
 
 
-def with_answers(run: Any, share: float) -> Any:
+def test_a_step_in_which_teachers_failed_on_all_responses_has_taught_no_token() -> None:
+    objective = "algorithm.distillation.objective=teacher_top_k"
+    run = make_run("teachers={a: {kind: server, path: x}}", objective, scores=lambda prompt: [None] * 4)
+    done = grpo_step(run, Live(run), 1, 0.0)
+    assert "update" not in run.policy.calls
+    assert done.metrics["teacher/tokens_share"] == 0.0
+
+
+def with_answers(run: Any, share: float, *overrides: str) -> Any:
     """The run with given responses of 3 tokens in every row."""
     of_recipe = (
         f"algorithm.distillation={{objective: full_vocabulary, given_responses: {{share: {share}, column: answer}}}}"
     )
-    recipe = recipe_with(ONLY, of_recipe, "rollout.dynamic_sampling={}", "rollout.samples_per_prompt=4")
+    recipe = recipe_with(ONLY, of_recipe, "rollout.dynamic_sampling={}", "rollout.samples_per_prompt=4", *overrides)
     whole = run.rollouts.generate
 
     def generate(prompts: Any, step: int) -> list[Group]:
@@ -267,8 +276,7 @@ def test_given_responses_are_trained_on_without_an_advantage_and_count_in_the_te
     assert trained.rows.all()
     assert not trained.advantages.of_rows[rows].any()
     assert trained.advantages.of_rows[~rows].all()
-    sequences = sequences_of(*trained.batches)
-    assert sorted(one.row for one in sequences if one.given) == np.flatnonzero(rows).tolist()
+    assert {one.row for one in sampled_sequences(trained.batches)} == {*np.flatnonzero(~rows)}
     found = step_metrics(run, sampled, trained, 1, 0.0)
     others = [group for group in sampled.all if not group.given]
     of_others = step_metrics(run, replace(sampled, all=others), trained, 1, 0.0)
@@ -293,6 +301,18 @@ def test_a_step_of_given_responses_alone_is_trained_on() -> None:
     assert not {"reward/mean", "response_tokens/mean", "advantages/mean"} & done.metrics.keys()
     assert done.proof is not None
     assert (done.proof.tokens, done.proof.versions) == (0, ())
+
+
+def test_the_kl_coefficient_moves_by_the_sampled_responses_alone() -> None:
+    kl = "algorithm.kl={coefficient: 0.5, target: 0.05, horizon: 160}"
+    run = with_answers(make_run(scores=lambda prompt: [0, 0, 1, 1]), 0.2, kl)
+    run.policy.by_token = lambda method, lengths, absent=0.0: ragged_zeros(lengths, np.float32)
+    sampled = sample(run, 1)
+    count = sum(len(group.samples) for group in sampled.groups if not group.given)
+    assert 0 < count < 16
+    with run.clock.phase("rollout"):
+        trained = train(run, load(run, sampled, 1, 0.5), 1)
+    assert trained.kl_coefficient == pytest.approx(0.5 * (1 + 0.2 * count / 160))
 
 
 def test_given_responses_have_no_routes_and_excuse_no_sampled_one() -> None:

@@ -22,12 +22,14 @@ from megagrpo.errors import RewardError, TeacherError
 from megagrpo.reward.judging.asked import Reply
 from megagrpo.track.metrics import undocumented
 from megagrpo.trainer import teachers as module
+from megagrpo.trainer.taught import given_rows
 from megagrpo.trainer.teachers import Teachers
 from megagrpo.types import AgentRun, Branch, Group, Prompt, Sample, Score, TeacherTokens
 from tests.teacher_server import TeacherServer, teacher_server
 from tests.tiny_run import recipe_with
 
 PROMPT = (1, 2)
+UNSCORED = Score(None, masked="given")
 
 
 def sample(index: int, tokens: Sequence[int] = (3, 4, 5), **values: Any) -> Sample:
@@ -318,16 +320,17 @@ def test_responses_beyond_a_steps_tokens_are_left_out_and_are_no_failures(server
         "teachers.big.budget.tokens=5",
         "algorithm.distillation.failed_share_max=0.01",
     )
-    given = [group(*(sample(i, (3 + i,)) for i in range(4)))]
+    responses = [group(*(sample(i, (3 + i,)) for i in range(4)))]
     with asking(server, *options) as teachers:
-        (found,) = teachers.beside(given, scores)
-        assert [logprobs(one) for one in found.samples] == [[-3 / 8], [-4 / 8], None, None]
-        assert [one.value for one in found.scores] == [1.0, 1.0, None, None]
-        assert [(bool(one.masked), one.error) for one in found.scores] == [(False, "")] * 2 + [(True, "")] * 2
+        (of_step,) = teachers.beside(responses, scores)
+        assert [logprobs(one) for one in of_step.samples] == [[-3 / 8], [-4 / 8], None, None]
+        assert [one.value for one in of_step.scores] == [1.0, 1.0, None, None]
+        assert [(bool(one.masked), one.error) for one in of_step.scores] == [(False, "")] * 2 + [(True, "")] * 2
         metrics = teachers.take_metrics()
         assert (metrics["teacher/big/over_budget"], metrics["teacher/big/failed"]) == (2, 0)
-        (found,) = teachers.beside([group(sample(0))], scores)  # a new step
-        assert found.samples[0].teacher
+        given = [group(sample(0, tokens, finish="given")) for tokens in ((3, 4, 5), (6, 7, 8))]  # of a new step
+        found = teachers.beside(given, lambda groups: [replace(one, scores=(UNSCORED,)) for one in groups])
+        assert [bool(one.samples[0].teacher) for one in found] == given_rows(found).tolist() == [True, False]
 
 
 def test_a_step_waits_for_a_teacher_no_longer_than_its_budget(server: TeacherServer) -> None:

@@ -383,7 +383,7 @@ def updates(setting: Setting) -> Iterator[Figure]:
         for number in range(1, 6):
             means.append(float(np.mean(list(logprobs_of(rank, sequences).values()))))
             metrics = rank.update(advantages, 1e-5 if setting.cuda else 1e-3, 0.0, number)
-            if metrics is not None:
+            if metrics is not None and metrics.ratio_mean is not None:
                 ratios.append(abs(metrics.ratio_mean - 1))
                 clipped.append(metrics.clip_low_fraction + metrics.clip_high_fraction)
                 norms.append(metrics.grad_norm)

@@ -57,11 +57,6 @@ def _asked_teachers(recipe: Recipe) -> Iterator[dict[str, Any]]:
             yield {"name": name, "teacher": teacher}
 
 
-def _read_more(recipe: Recipe) -> bool:
-    """Returns whether teachers read a system message that the policy does not."""
-    return recipe.taught_tokens_max > recipe.sequence_tokens_max
-
-
 TEACHER_RULES: Rules[Recipe] = {
     "distillation_without_teachers": lambda r: r.algorithm.distillation and not r.teachers,
     "teachers_without_distillation": lambda r: r.teachers and r.algorithm.distillation is None,
@@ -77,8 +72,8 @@ TEACHER_RULES: Rules[Recipe] = {
         for at in (_asked_teachers(r) if r.algorithm.teachers_advise else ())
         for field in r.rollout.narrowing
     ),
-    "teachers_system_with_agent": lambda r: _read_more(r) and r.agent,
-    "teachers_system_of_cut_prompts": lambda r: _read_more(r) and r.data.overlong_prompts == "truncate_left",
+    "teachers_system_with_agent": lambda r: r.teachers_read_more and r.agent,
+    "teachers_system_of_cut_prompts": lambda r: r.teachers_read_more and r.data.overlong_prompts == "truncate_left",
     "given_with_agent": lambda r: (of := r.algorithm.distillation) and of.given_responses and r.agent,
     "layout_of_a_teacher": lambda r: (
         {"name": name, "layout": teacher.layout, "parallel": teacher.layout.parallel()}
@@ -141,6 +136,11 @@ class Recipe(Section):
         distillation = self.algorithm.distillation
         added = distillation.system_tokens_max if distillation and distillation.system is not None else 0
         return self.sequence_tokens_max + added
+
+    @property
+    def teachers_read_more(self) -> bool:
+        """Returns whether teachers read a system message that the policy does not."""
+        return self.taught_tokens_max > self.sequence_tokens_max
 
     @property
     def sequence_described(self) -> str:
@@ -253,17 +253,10 @@ class Recipe(Section):
         others = others or isinstance(algorithm.loss, CovarianceLoss | OwnLossConfig)
         return algorithm.distillation is not None and algorithm.distillation.objective.in_loss and not others
 
-    @property
-    def ranks_advise(self) -> bool:
-        """Returns whether advantages depend on logprobs of teachers on the ranks."""
-        return self.algorithm.teachers_advise and bool(self.teachers_on_ranks)
-
     def teacher_of(self, data_source: str, extra_info: Mapping[str, Any]) -> str | None:
-        """Returns the name of a row's teacher, None without one. Raises ValueError for a name that is no text."""
+        """Returns the name of a row's teacher, None without one. Raises ValueError if the row names another thing."""
         distillation = self.algorithm.distillation
-        if distillation is None:
-            return None
-        return distillation.teacher_of(data_source, extra_info, next(iter(self.teachers)))
+        return distillation.teacher_of(data_source, extra_info, self.teachers) if distillation else None
 
     # --- values of the rules' problems --------------------------------------------------------------------------------
 
