@@ -51,7 +51,7 @@ def _scaling(rope: Rope) -> str | None:
     return next((name for name, value in kinds.items() if value is not None), None)
 
 
-def _own_magnitude(rope: Rope) -> float | None:
+def own_magnitude(rope: Rope) -> float | None:
     """Returns yarn's attention_factor if it is not the usual one."""
     if (yarn := rope.yarn) is None or yarn.magnitude is None:
         return None
@@ -109,7 +109,7 @@ LOCAL_SCALING = Gap(
     "no scaling in layers with windows: SGLang ignores it",
     of_rope(_scaling, local=True),
 )
-MAGNITUDE = Gap("attention_factor", "absent, or 1 + 0.1 ln(factor): SGLang reads no other", of_rope(_own_magnitude))
+MAGNITUDE = Gap("attention_factor", "absent, or 1 + 0.1 ln(factor): SGLang reads no other", of_rope(own_magnitude))
 QUARTER = Gap(
     "partial_rotary_factor",
     "0.25, which SGLang takes whatever rope_parameters says",

@@ -34,11 +34,8 @@ def _long_factor(arch: Architecture) -> object:
 
 def _own_magnitude(rope: Rope) -> object:
     """Returns what makes yarn's magnitude another than the usual one."""
-    if (yarn := rope.yarn) is None:
-        return None
-    if yarn.magnitude is not None:
-        return None if _close(yarn.magnitude, 1 + 0.1 * math.log(yarn.factor)) else yarn.magnitude
-    return yarn.mscale_all_dim or None
+    unread = rope.yarn.mscale_all_dim if rope.yarn and rope.yarn.magnitude is None else None
+    return gaps.own_magnitude(rope) or unread or None
 
 
 def _close(given: float, wanted: float) -> bool:
