@@ -17,6 +17,7 @@ from megagrpo.agents.call_forms import FORMS, Calls, call_of, names_of
 from megagrpo.agents.chat import CALL, TOOL, USER, Chat, Facts, Tools
 from megagrpo.agents.dialects.chat_request import Message, call, is_arguments
 from megagrpo.errors import Problem, RecipeError, brief
+from megagrpo.tokenizer import TEMPLATE_ERRORS
 
 PYTHON_TAG = "<|python_tag|>"
 CHANNEL = "<|channel|>"
@@ -77,7 +78,7 @@ def style_of(chat: Chat) -> str:
     try:
         written = chat.render([USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}], [TOOL], prompt=False)
         before = chat.render([USER], [TOOL], prompt=False)
-    except Exception:  # noqa: BLE001  templates raise what they like: this one takes no calls
+    except TEMPLATE_ERRORS:  # it takes no calls
         return ""
     written = written.removeprefix(before)  # tools are often explained with an example
     return next((name for name, pattern in SHOWN if re.search(pattern, written)), "")
