@@ -25,10 +25,13 @@ class Gap:
     fix: str = INSTEAD
 
 
-def gap_problems(arch: Architecture, gaps: Iterable[Gap], engine: str = "SGLang") -> Iterator[Problem]:
+def gap_problems(
+    arch: Architecture, gaps: Iterable[Gap], engine: str = "SGLang", fix: str | None = None
+) -> Iterator[Problem]:
+    """Yields a problem for each gap that the model meets. fix: in place of each gap's own."""
     for gap in gaps:
         if (given := gap.given(arch)) is not None:
-            yield Problem(f"{arch.family} on {engine}: {gap.key}", str(given), gap.needed, gap.fix)
+            yield Problem(f"{arch.family} on {engine}: {gap.key}", str(given), gap.needed, fix or gap.fix)
 
 
 def of_attention(given: Callable[[Architecture, Attention], object]) -> Callable[[Architecture], object]:
