@@ -75,7 +75,7 @@ def page_of(shown: Sequence[Part], runs: Sequence[RunRead], *, live: bool = Fals
 
 def write_page(path: Path, text: str) -> None:
     """Writes the page to `path`, whole or not at all. Raises ReportError, for example if another file is there."""
-    plan_page.write_page(path, text, "--output", GENERATOR, ReportError)
+    plan_page.write_page(path, text, GENERATOR, ReportError)
 
 
 def _policy(scripts: Iterable[str]) -> str:

@@ -51,12 +51,10 @@ def page(plan: Plan, search: Search | None = None) -> str:
 """
 
 
-def write_page(
-    path: Path, text: str, option: str = "--html", mark: str = GENERATOR, failure: type[MegagrpoError] = PreflightError
-) -> None:
-    """Writes a page to `path`, which `option` names, whole or not at all. Raises `failure` if it fails, or if a file
-    without the mark is there."""
-    where, partial = f"{option} {path}", path.with_name(f".{path.name}.partial")
+def write_page(path: Path, text: str, mark: str = GENERATOR, failure: type[MegagrpoError] = PreflightError) -> None:
+    """Writes a page to `path`, whole or not at all. Raises `failure` if it fails, or if a file without `mark` is
+    there."""
+    where, partial = str(path), path.with_name(f".{path.name}.partial")
     try:
         if path.exists() and mark not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
             given, needed = "it exists and is no such page", "a file that does not exist, or an earlier page"
