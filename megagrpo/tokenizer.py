@@ -21,9 +21,7 @@ from megagrpo.weights.families.reading import read_json
 CLOCK = re.compile(r"""\bstrftime_now\s*\(\s*(?:format\s*=\s*)?(["'])((?:(?!\1)[^\\\n])*)\1\s*,?\s*\)""")
 DATE = datetime(2024, 7, 26)
 """Today, to a chat template: a prompt is the same tomorrow. Llama 3's templates write it where none is known."""
-TEMPLATE_ERRORS = (
-    TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RecursionError
-)  # fmt: skip
+TEMPLATE_ERRORS = (TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RecursionError)
 """Errors of a chat template: it raises at a message that it does not expect, or misreads a value's type."""
 NAMED, END_OF_NAME = "\ue000", "\ue001"
 """Private characters around the number of a special token that a message's text names."""

@@ -189,11 +189,7 @@ def sglang_calls(name: str, content: str, tools: Tools, chat: Chat) -> Calls:
         logger.removeHandler(handler)
     begun = content.count(mark) if (mark := parser.detector.bot_token.strip()) else 0
     names = names_of(tools)
-    if (
-        not calls
-        or lost
-        or begun > len(calls)
-        or any(one not in names or not is_arguments(given) for one, given in calls)
-    ):
+    wrong = any(one not in names or not is_arguments(given) for one, given in calls)
+    if not calls or lost or wrong or begun > len(calls):
         return Calls(content, unreadable=True)
     return Calls(left, tuple(calls))
