@@ -30,26 +30,26 @@ class Limits:
 
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
-    ("weights",): 9_350,
+    ("weights",): 9_308,
     ("megatron",): 5_937,
     ("layout", "batching", "algorithm"): 3_171,
     ("checkpoint", "convert"): 2_488,
-    ("rollout",): 5_221,
+    ("rollout",): 5_090,
     ("cluster",): 3_430,
-    ("trainer", "evaluation"): 4_891,
+    ("trainer", "evaluation"): 4_879,
     ("recipe", "preflight", "doctor"): 6_155,
-    ("plan",): 5_306,
-    ("data",): 2_804,
-    ("reward",): 7_771,
-    ("agents",): 5_158,
-    ("track", "report"): 4_878,
+    ("plan",): 5_305,
+    ("data",): 2_801,
+    ("reward",): 7_740,
+    ("agents",): 5_156,
+    ("track", "report"): 4_870,
     ("importing",): 3_078,
-    ("commands", "processes", ""): 2_839,
+    ("commands", "processes", ""): 2_827,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=375),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=372),
     "tests": Limits(lines=61_440, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
