@@ -28,6 +28,8 @@ setup(
         "megagrpo.report": ["*.css", "*.js", "*.yaml", "vendor/*"],
         "megagrpo.reward.verifiers": ["rubrics/*.md"],
         "megagrpo.reward.verifiers.ifeval": ["words.txt"],
+        "megagrpo.rollout.sglang": ["owned.yaml"],
+        "megagrpo.rollout.vllm": ["owned.yaml"],
         "megagrpo.track": ["metrics.yaml"],
     },
     install_requires=[

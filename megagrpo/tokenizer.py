@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megagrpo.errors import ModelError, first_line
@@ -20,6 +21,8 @@ from megagrpo.weights.families.reading import read_json
 CLOCK = re.compile(r"""\bstrftime_now\s*\(\s*(?:format\s*=\s*)?(["'])((?:(?!\1)[^\\\n])*)\1\s*,?\s*\)""")
 DATE = datetime(2024, 7, 26)
 """Today, to a chat template: a prompt is the same tomorrow. Llama 3's templates write it where none is known."""
+TEMPLATE_ERRORS = (TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RecursionError)
+"""Errors of a chat template: it raises at a message that it does not expect, or misreads a value's type."""
 NAMED, END_OF_NAME = "\ue000", "\ue001"
 """Private characters around the number of a special token that a message's text names."""
 

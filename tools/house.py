@@ -30,21 +30,21 @@ class Limits:
 
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
-    ("weights",): 9_350,
+    ("weights",): 9_308,
     ("megatron",): 6_071,
     ("layout", "batching", "algorithm"): 3_165,
     ("checkpoint", "convert"): 2_488,
-    ("rollout",): 5_217,
+    ("rollout",): 5_086,
     ("cluster",): 3_435,
-    ("trainer", "evaluation"): 4_908,
+    ("trainer", "evaluation"): 4_896,
     ("recipe", "preflight", "doctor"): 6_177,
-    ("plan",): 5_319,
-    ("data",): 2_804,
-    ("reward",): 7_771,
-    ("agents",): 5_158,
-    ("track", "report"): 4_878,
+    ("plan",): 5_318,
+    ("data",): 2_801,
+    ("reward",): 7_740,
+    ("agents",): 5_156,
+    ("track", "report"): 4_870,
     ("importing",): 3_078,
-    ("commands", "processes", ""): 2_839,
+    ("commands", "processes", ""): 2_827,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.

@@ -20,6 +20,7 @@ from megagrpo.agents.tool_calls import parse_answer, parser_of
 from megagrpo.agents.turns import AskedTurn, BranchReason, Match, Rollout, TurnEvent
 from megagrpo.errors import MegagrpoError, first_line
 from megagrpo.rollout.requests import SEED_BITS
+from megagrpo.tokenizer import TEMPLATE_ERRORS
 from megagrpo.types import FinishReason, Request, Sample
 
 Ask = Callable[[Request, str], Awaitable[Sample]]
@@ -126,7 +127,7 @@ class Answers:
                 extension = self._chat.extension(
                     turn.message, last, new, request.tools, thought=turn.thought, system=system
                 )
-            except Exception:  # noqa: BLE001  templates raise what they like; the whole conversation may be possible
+            except TEMPLATE_ERRORS:  # the whole conversation may be possible
                 extension = "role"
             if isinstance(extension, Extension):
                 added = extension.tokens(await self._encode(extension.text))
@@ -142,7 +143,7 @@ class Answers:
             branch = "tools" if turn else "history"
         try:
             text = self._chat.render(request.messages, request.tools)
-        except Exception as error:  # templates raise what they like
+        except TEMPLATE_ERRORS as error:
             message = f"messages: the chat template refuses them: {first_line(error)}"
             raise Refusal(400, "template_refused", message, "messages") from error
         tokens = tuple(await self._encode(text))
@@ -166,7 +167,7 @@ class Answers:
         rollout.counts["audited"] += 1
         try:
             same = self._chat.render(request.messages, request.tools).endswith(extension.text)
-        except Exception:  # noqa: BLE001  such as Llama's template, which refuses two calls in an answer
+        except TEMPLATE_ERRORS:  # such as Llama's, which refuses two calls in an answer
             rollout.counts["audit_differs"] += 1
             return False  # there is nothing that could be asked instead
         rollout.counts["audit_differs"] += not same

@@ -21,7 +21,7 @@ from megagrpo.agents.turns import BranchReason
 from megagrpo.errors import first_line
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.agent import AgentConfig
-from megagrpo.tokenizer import end_tokens, load_chat_tokenizer
+from megagrpo.tokenizer import TEMPLATE_ERRORS, end_tokens, load_chat_tokenizer
 
 MARK, END = "Zq7f", "Xj8w"  # words that no template writes by itself
 THOUGHT = MARK[::-1]
@@ -183,7 +183,7 @@ def _facts(chat: Chat) -> Facts:
         new: Message = {"role": role, "content": MARK} | ({"tool_call_id": CALL["id"]} if role == "tool" else {})
         try:
             after, written, of_role = _ask(chat, new, {"role": "assistant", "content": "c", **calls})
-        except Exception as error:  # noqa: BLE001  templates raise what they like
+        except TEMPLATE_ERRORS as error:
             refused[role] = first_line(error)
             continue
         # Without a stop token, questions are rendered with the whole conversation; late system messages need not be.
@@ -231,7 +231,7 @@ def _rendered(chat: Chat, messages: Sequence[Message], tools: Tools = ()) -> str
     """Renders a conversation without generation prompt; "" if the template refuses it."""
     try:
         return chat.render(messages, tools, prompt=False)
-    except Exception:  # noqa: BLE001  templates raise what they like
+    except TEMPLATE_ERRORS:
         return ""
 
 

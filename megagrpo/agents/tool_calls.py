@@ -17,6 +17,7 @@ from megagrpo.agents.call_forms import FORMS, Calls, call_of, names_of
 from megagrpo.agents.chat import CALL, TOOL, USER, Chat, Facts, Tools
 from megagrpo.agents.dialects.chat_request import Message, call, is_arguments
 from megagrpo.errors import Problem, RecipeError, brief
+from megagrpo.tokenizer import TEMPLATE_ERRORS
 
 PYTHON_TAG = "<|python_tag|>"
 CHANNEL = "<|channel|>"
@@ -77,7 +78,7 @@ def style_of(chat: Chat) -> str:
     try:
         written = chat.render([USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}], [TOOL], prompt=False)
         before = chat.render([USER], [TOOL], prompt=False)
-    except Exception:  # noqa: BLE001  templates raise what they like: this one takes no calls
+    except TEMPLATE_ERRORS:  # it takes no calls
         return ""
     written = written.removeprefix(before)  # tools are often explained with an example
     return next((name for name, pattern in SHOWN if re.search(pattern, written)), "")
@@ -188,11 +189,7 @@ def sglang_calls(name: str, content: str, tools: Tools, chat: Chat) -> Calls:
         logger.removeHandler(handler)
     begun = content.count(mark) if (mark := parser.detector.bot_token.strip()) else 0
     names = names_of(tools)
-    if (
-        not calls
-        or lost
-        or begun > len(calls)
-        or any(one not in names or not is_arguments(given) for one, given in calls)
-    ):
+    wrong = any(one not in names or not is_arguments(given) for one, given in calls)
+    if not calls or lost or wrong or begun > len(calls):
         return Calls(content, unreadable=True)
     return Calls(left, tuple(calls))

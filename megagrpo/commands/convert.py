@@ -88,12 +88,9 @@ def verify(args: argparse.Namespace) -> int:
 def add_import(commands: Commands) -> None:
     text = "make a recipe from a configuration of another framework, and list what has no counterpart; runs nothing"
     added = add_command(commands, "import", text, import_)
-    added.add_argument(
-        "framework", choices=("verl", "open_instruct", "slime", "trl"), help="framework of the configuration"
-    )
-    text = (
-        "a shell script that starts training, or a YAML file (verl, trl), or a Python file with GRPOConfig(...) (trl)"
-    )
+    frameworks = ("verl", "open_instruct", "slime", "trl")
+    added.add_argument("framework", choices=frameworks, help="framework of the configuration")
+    text = "a shell script that starts training, a YAML file (verl, trl), or a Python file with GRPOConfig(...) (trl)"
     added.add_argument("source", type=Path, metavar="FILE", help=text)
     added.add_argument("-o", "--output", type=Path, metavar="RECIPE", help="write it here; default: print it")
     added.add_argument("--overwrite", action="store_true", help="replace an existing file")

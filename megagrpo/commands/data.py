@@ -99,16 +99,14 @@ def add_prepare(commands: Commands) -> None:
     jsonl.add_argument("--source", type=Path, required=True, metavar="FILE", help="one object or row per question")
     jsonl.add_argument("--prompt-column", default="prompt", metavar="NAME", help="default: prompt")
     jsonl.add_argument("--answer-column", default="answer", metavar="NAME", help="default: answer")
-    jsonl.add_argument(
-        "--data-source", metavar="NAME", help="data_source of the rows, which rewards receive; default: the file's name"
-    )
+    text = "data_source of the rows, which rewards receive; default: the file's name"
+    jsonl.add_argument("--data-source", metavar="NAME", help=text)
     jsonl.add_argument("--instruction", default="", metavar="TEXT", help="appended to every question")
     jsonl.add_argument("--system-prompt", default="", metavar="TEXT", help="system message of every prompt")
-    jsonl.add_argument(
-        "--test-share", type=float, default=0.0, metavar="X", help="share of the questions held out; default: 0"
-    )
-    seed = "chooses the questions held out; default: 0"
-    jsonl.add_argument("--seed", type=whole_number(0, 2**63 - 1), default=0, metavar="N", help=seed)
+    text = "share of the questions held out; default: 0"
+    jsonl.add_argument("--test-share", type=float, default=0.0, metavar="X", help=text)
+    text = "chooses the questions held out; default: 0"
+    jsonl.add_argument("--seed", type=whole_number(0, 2**63 - 1), default=0, metavar="N", help=text)
 
     verifiers = add("verifiers", "the tasks of an environment of the verifiers package, for agent.verifiers")
     verifiers.add_argument("environment", metavar="ENVIRONMENT", help="as in the recipe: a name, or FILE.py:FUNCTION")

@@ -20,15 +20,12 @@ def add_plan(commands: Commands) -> None:
     planner.add_argument("--html", type=Path, metavar="FILE", help="write the plan as one self-contained page")
     planner.add_argument("--json", action="store_true", help="print everything as JSON instead, see docs/plan.md")
     planner.add_argument("--search", action="store_true", help="find the fastest layouts that fit")
-    planner.add_argument(
-        "--gpus", type=whole_number(1, GPUS_MAX), metavar="N", help="GPUs for --search; default: the recipe's"
-    )
-    planner.add_argument(
-        "--assume", action="append", default=[], metavar="NAME=VALUE", help="such as response_tokens=2000; repeatable"
-    )
-    planner.add_argument(
-        "--calibrate", type=Path, metavar="RUN_DIRECTORY", help="take assumptions from a run's measurements"
-    )
+    text = "GPUs for --search; default: the recipe's"
+    planner.add_argument("--gpus", type=whole_number(1, GPUS_MAX), metavar="N", help=text)
+    text = "such as response_tokens=2000; repeatable"
+    planner.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE", help=text)
+    text = "take assumptions from a run's measurements"
+    planner.add_argument("--calibrate", type=Path, metavar="RUN_DIRECTORY", help=text)
 
 
 def plan(args: argparse.Namespace) -> int:

@@ -33,12 +33,10 @@ def add_report(commands: Commands) -> None:
     instead.add_argument("--mismatch", action="store_true", help=text)
     text = "print a rollout of this step as a conversation instead: its first, or that NUMBER, from 0"
     instead.add_argument("--rollout", type=_rollout, metavar="STEP[:NUMBER]", help=text)
-    added.add_argument(
-        "--port", type=whole_number(0, 65535), default=0, metavar="N", help="of --serve; default: a free one"
-    )
-    added.add_argument(
-        "--steps", type=whole_number(1, 10**9), default=20, metavar="N", help="last steps of --mismatch; default: 20"
-    )
+    text = "of --serve; default: a free one"
+    added.add_argument("--port", type=whole_number(0, 65535), default=0, metavar="N", help=text)
+    text = "last steps of --mismatch; default: 20"
+    added.add_argument("--steps", type=whole_number(1, 10**9), default=20, metavar="N", help=text)
 
 
 def report(args: argparse.Namespace) -> int:

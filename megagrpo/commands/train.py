@@ -57,13 +57,8 @@ def add_train(commands: Commands) -> None:
     text = "train a step of a run again from its saved batch, and compare its metrics; exits with 1 if they differ"
     added = add_command(commands, "replay", text, replay)
     added.add_argument("directory", type=Path, metavar="RUN_DIRECTORY", help="such as runs/NAME")
-    added.add_argument(
-        "--step",
-        type=whole_number(1, 10**9),
-        required=True,
-        metavar="K",
-        help="a step whose batch checkpoint.keep_batches has kept",
-    )
+    text = "a step whose batch checkpoint.keep_batches has kept"
+    added.add_argument("--step", type=whole_number(1, 10**9), required=True, metavar="K", help=text)
     add_overrides(added)
 
 

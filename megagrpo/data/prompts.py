@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from megagrpo import typed_json
@@ -29,7 +29,7 @@ from megagrpo.progress import progress
 from megagrpo.recipe.defaults import own_rewards
 from megagrpo.recipe.schema import DataFileConfig, Recipe
 from megagrpo.recipe.schema.data import DataConfig
-from megagrpo.tokenizer import encode, identity
+from megagrpo.tokenizer import TEMPLATE_ERRORS, encode, identity
 from megagrpo.types import Prompt
 
 BATCH_ROWS = 1024
@@ -38,9 +38,6 @@ CACHED_BYTES = 2**22
 
 Read = Callable[[Sequence[Any], PreTrainedTokenizerBase, str | None], Mixture[AnyItem]]
 """Reads entries of the data (EntryConfig) of a recipe: of one of its evaluation sets, or those to train on (None)."""
-
-# A template raises at a message that it does not expect, or misreads the type of one of its values.
-RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError, RecursionError)
 
 Text = TypeVar("Text")
 
@@ -385,7 +382,7 @@ def rendered(
             raise ModelError(
                 Problem("the chat template is not valid Jinja", given, fix="correct the template")
             ) from None
-        except RENDER_ERRORS as error:
+        except TEMPLATE_ERRORS as error:
             where, fix = place(path, row.number), f"correct the row's {column}, or the template"
             where = f"{where}: the chat template refuses the messages"
             findings.add([Problem(where, given=first_line(error), fix=fix)])

@@ -29,7 +29,7 @@ from megagrpo.recipe.schema import SglangConfig
 from megagrpo.recipe.schema.train import COMPILED
 from megagrpo.reward.sandbox.programs import search
 from megagrpo.reward.sandbox.sandbox import Kind
-from megagrpo.rollout.sglang.arguments import sglang_problems
+from megagrpo.rollout.sglang.arguments import ARGUMENTS
 from megagrpo.rollout.vllm import arguments as vllm
 from megagrpo.section import table_beside
 from megagrpo.track.trackers import TRACKERS
@@ -225,7 +225,7 @@ def working_findings() -> Iterator[Finding]:
     if installed_version("transformer-engine") is not None:
         yield _transformer_engine()
     if installed_version("sglang") is not None:
-        problems = sglang_problems(SglangConfig())
+        problems = ARGUMENTS.problems(SglangConfig(), "rollout.sglang", "rollout.engine", plan_only=False)
         wrong = [Finding("SGLang", "wrong", problem.given, problem.fix or problem.needed) for problem in problems]
         yield from wrong or [Finding("SGLang", "ok", "its servers' arguments can be read")]
     version, fault = vllm.installed_version()

@@ -63,6 +63,8 @@ PROMPTS_AT_ONCE = 64
 """The maximum number of prompts scored and logged together."""
 NOT_IN_SETTINGS = ("files", "functions", "every_steps", "before_training")
 """Fields of a set that its responses do not depend on, or that settings.json has in another form."""
+OF_RESPONSES = ("unscored_share", "reward/errors", "masked", "response_tokens/mean", "response_tokens/truncated_share")
+"""Metrics without an interval, shown below the others."""
 JUDGED_RESPONSES = 256
 """Responses after which functions that fail on too many of them end the evaluation."""
 
@@ -341,13 +343,7 @@ def metrics_table(held_out: EvalSet, responses: Sequence[Response], metrics: Map
             interval = f"{_number(metrics[f'{name}/low'])} to {_number(metrics[f'{name}/high'])}"
         of_sources = (_number(metrics.get(f"{source}/{name}", math.nan)) for source in shown)
         table.add_row(name, _number(metrics[name]), interval, *of_sources)
-    for name in (
-        "unscored_share",
-        "reward/errors",
-        "masked",
-        "response_tokens/mean",
-        "response_tokens/truncated_share",
-    ):
+    for name in OF_RESPONSES:
         table.add_row(name, f"{metrics[name]:.4g}", "", *("" for _ in shown))
     return table
 
@@ -372,16 +368,8 @@ def comparison_table(held_out: str, differences: Sequence[Difference]) -> Table:
     prompts = max((one.prompts for one in differences), default=0)
     table = Table("metric", *numbers, "test", title=f"{held_out}: the same {prompts} prompts", title_justify="left")
     for one in differences:
-        interval = f"{one.low:+.3f} to {one.high:+.3f}"
-        table.add_row(
-            one.metric,
-            _number(one.first),
-            _number(one.second),
-            f"{one.difference:+.3f}",
-            interval,
-            f"{one.p_value:.2g}",
-            one.test,
-        )
+        found = f"{one.difference:+.3f}", f"{one.low:+.3f} to {one.high:+.3f}", f"{one.p_value:.2g}"
+        table.add_row(one.metric, _number(one.first), _number(one.second), *found, one.test)
     return table
 
 

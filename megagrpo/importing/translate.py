@@ -181,7 +181,7 @@ def owner_of(path: str) -> str:
     """Returns what decides an argument of servers in the recipe's place; "" if the recipe may give it."""
     rollout, section, name, *_ = [*path.split("."), "", ""]
     settings = SERVERS.get(section) if rollout == "rollout" else None
-    owner = settings.engine_kind.owned.get(name, "") if settings else ""
+    owner = settings.engine_kind.arguments.owned.get(name, "") if settings else ""
     return owner.removeprefix("nothing: ") if owner.startswith("nothing") else owner and f"{owner} decides it"
 
 

@@ -256,12 +256,10 @@ def _short_timeouts(plan: Plan) -> Iterator[Values]:
 
 def _checkpoints_far_apart(plan: Plan) -> object:
     seconds = plan.time.seconds if plan.time else 0.0
-    texts = {"step": second_text(seconds), "most": second_text(LOST_SECONDS_MAX)}
-    return (lost := plan.recipe.checkpoint.every_steps * seconds) > LOST_SECONDS_MAX and {
-        **texts,
-        "lost": second_text(lost),
-        "sooner": max(1, int(LOST_SECONDS_MAX / 3 / seconds)),
-    }
+    if (lost := plan.recipe.checkpoint.every_steps * seconds) <= LOST_SECONDS_MAX:
+        return None
+    texts = {"step": second_text(seconds), "lost": second_text(lost), "most": second_text(LOST_SECONDS_MAX)}
+    return {**texts, "sooner": max(1, int(LOST_SECONDS_MAX / 3 / seconds))}
 
 
 ENGINE_RULES: Rules[Plan] = {

@@ -19,7 +19,7 @@ from threading import Lock
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from megagrpo.errors import MegagrpoError, Problem, ReportError
-from megagrpo.plan.show.page import PALETTE
+from megagrpo.plan.show import page as plan_page
 from megagrpo.report.parts import Part, curve_parts, digest, embed, encode, settings_parts, timing_parts
 from megagrpo.report.run import RESPONSES, RunRead, read_run
 from megagrpo.report.samples import sample_parts
@@ -56,7 +56,7 @@ def page_of(shown: Sequence[Part], runs: Sequence[RunRead], *, live: bool = Fals
         for part in shown
     )
     return f"""<!doctype html>
-<html lang="en" data-palette="{" ".join(PALETTE)}"{" data-live" if live else ""}>
+<html lang="en" data-palette="{" ".join(plan_page.PALETTE)}"{" data-live" if live else ""}>
 <head><meta charset="utf-8">{GENERATOR}<meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{_policy(scripts)}">
 <title>{title}: report</title>
@@ -75,16 +75,7 @@ def page_of(shown: Sequence[Part], runs: Sequence[RunRead], *, live: bool = Fals
 
 def write_page(path: Path, text: str) -> None:
     """Writes the page to `path`, whole or not at all. Raises ReportError, for example if another file is there."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        if path.exists() and GENERATOR not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
-            needed = "a file that does not exist, or an earlier report"
-            raise ReportError(Problem(str(path), "it exists and is no report", needed, "--output FILE"))
-        partial.write_text(text, encoding="utf-8", errors="replace")
-        partial.replace(path)
-    except OSError as error:
-        given = f"{error.strerror}".lower()
-        raise ReportError(Problem(str(path), given, "a file that can be written", "--output FILE")) from error
+    plan_page.write_page(path, text, GENERATOR, ReportError)
 
 
 def _policy(scripts: Iterable[str]) -> str:

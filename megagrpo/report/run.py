@@ -83,12 +83,14 @@ def responses_in(directory: Path) -> list[Path]:
     return [path for pattern in RESPONSES for path in sorted(directory.glob(pattern))]
 
 
-def require_directory(directory: Path) -> None:
+OF_A_RUN = "the directory of a run: track.directory and name of its recipe, such as runs/NAME"
+
+
+def require_directory(directory: Path, needed: str = OF_A_RUN, fix: str = "") -> None:
     """Raises ReportError unless there is a directory."""
     if not directory.is_dir():
-        given = "no such directory" if not directory.exists() else "a file"
-        needed = "the directory of a run: track.directory and name of its recipe, such as runs/NAME"
-        raise ReportError(Problem(str(directory), given, needed))
+        given = "a file" if directory.exists() else "no such directory"
+        raise ReportError(Problem(str(directory), given, needed, fix))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megagrpo.errors import Problem, ReportError, first_line, printable
+from megagrpo.report.run import require_directory
 from megagrpo.track.jsonl import as_number, finite
 from megagrpo.track.rollout_files import LEFT_OUT, ROLLOUTS, TRAIN, read_rollouts, rollout_steps
 from megagrpo.track.status import has_process, held_out_scores, last_entry, read_status
@@ -185,10 +186,8 @@ UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 
 def runs_in(directory: Path) -> list[dict[str, Any]]:
     """Returns the runs in `directory`, or itself if it is one, newest step first. Raises ReportError."""
-    if not directory.is_dir():
-        needed = "the directory of runs: track.directory of their recipes"
-        given = "a file" if directory.exists() else "no such directory"
-        raise ReportError(Problem(str(directory), given, needed, "name it: megagrpo runs DIRECTORY"))
+    needed = "the directory of runs: track.directory of their recipes"
+    require_directory(directory, needed, "name it: megagrpo runs DIRECTORY")
     directories = [directory] if is_run(directory) else [path for path in directory.iterdir() if is_run(path)]
     now = time.time()
     return sorted((listed(path, now) for path in directories), key=lambda run: (run["age_seconds"], run["name"]))

@@ -64,31 +64,6 @@ class Executor:
         """Ends processes and connections. A later `submit` starts them again."""
 
 
-class Answered(Future[T]):
-    """A future that has its result from the start. It needs no lock, which would take as long as a fast function."""
-
-    def __init__(self, result: T) -> None:
-        self._answer = result
-
-    def done(self) -> bool:
-        return True
-
-    def result(self, timeout: float | None = None) -> T:
-        return self._answer
-
-    def exception(self, timeout: float | None = None) -> None:
-        return None
-
-    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
-        fn(self)
-
-    def cancel(self) -> bool:
-        return False
-
-    def __repr__(self) -> str:
-        return f"Answered({self._answer!r})"
-
-
 class Inline(Executor):
     """Calls functions at once, in this thread."""
 
@@ -99,11 +74,14 @@ class Inline(Executor):
         return [self._called(self.functions[number], task) for number, task in calls]
 
     def _called(self, function: Function, task: Task) -> Outcomes:
+        future = Outcomes()
         try:
             returned = function.function(**task.arguments(function.wanted))
         except Exception as raised:  # noqa: BLE001  (a row or a response may hold anything: it costs one score)
-            return Answered([failure_of(raised)] * len(task.samples))
-        return Answered(outcomes_of(returned, function.by_group, len(task.samples)))
+            future.set_result([failure_of(raised)] * len(task.samples))
+        else:
+            future.set_result(outcomes_of(returned, function.by_group, len(task.samples)))
+        return future
 
 
 def waited(future: Future[T], check: Callable[[], None]) -> T:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,22 +18,20 @@ from megagrpo.types import FinishReason, KeptSets, Request, Sample
 FINISHES: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-class ReadsRoutes(Protocol):
-    """A reader of the routes in an engine's answers."""
-
-    def read(self, answer: str, where: str, tokens: int) -> Routes:
-        """Returns the routes of a sequence of `tokens`. Raises EngineError if they cannot be its routes."""
+ReadRoutes = Callable[[str, str, int], Routes]
+"""Reads the routes of a sequence: from an engine's answer, a place for errors, and the number of tokens. Raises
+EngineError if they cannot be its routes."""
 
 
 class Answer(ABC):
     """An answer to one request. Each token comes once.
 
     `version`: of all tokens, whatever the server calls its weights; None: as the server reports for each token.
-    `routes`: a reader of the routes that were asked for. None: there are none.
+    `read_routes`: None if no routes were asked for.
     """
 
-    def __init__(self, request: Request, version: int | None = None, routes: ReadsRoutes | None = None) -> None:
-        self.request, self._version, self._routes = request, version, routes
+    def __init__(self, request: Request, version: int | None = None, read_routes: ReadRoutes | None = None) -> None:
+        self.request, self._version, self._read_routes = request, version, read_routes
         self._tokens, self._logprobs, self._sets = array("i"), array("f"), list[np.ndarray]()
         self._versions: np.ndarray | None = np.zeros(0, np.int32)
         """Versions of the first tokens, as far as the server has reported. None: one is missing or is not a number."""
@@ -99,8 +97,8 @@ class Answer(ABC):
             finish = "length"
         routes, tokens = None, len(self.request.read) + self.count
         # There are no routes of an aborted request.
-        if self._routes is not None and (self._routed is not None or FINISHES[self._finish] != "abort"):
-            routes = self._routes.read(self._routed or "", where, tokens)
+        if self._read_routes is not None and (self._routed is not None or FINISHES[self._finish] != "abort"):
+            routes = self._read_routes(self._routed or "", where, tokens)
         sample = self._after_begun(versions, finish, routes)
         return replace(sample, text=text_of(sample.tokens, finish))
 

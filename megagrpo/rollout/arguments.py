@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import Problem, brief
-from megagrpo.section import problem
+from megagrpo.section import problem, table_beside
 from megagrpo.weights.families.reading import read_json
 from megagrpo.weights.families.sglang_classes import SglangClass, key_problems
 
@@ -34,14 +34,16 @@ class Arguments:
     """Arguments that megagrpo sets: the key of the recipe that decides each, or "nothing" and why."""
     install: str
     """Commands that install the engine."""
+    interpreter: Callable[[Any], str]
+    """The interpreter that its settings in a recipe choose."""
     environment: Callable[[], Mapping[str, str]] = dict
     """Variables that the check needs."""
 
-    def problems(
-        self, options: Mapping[str, Any], section: str, named_by: str, interpreter: str, *, plan_only: bool
-    ) -> list[Problem]:
-        """Finds problems in the options of a section of the recipe. `named_by`: the field that names the interpreter,
-        or the engine. With `plan_only` the engine may be missing, and only names are checked."""
+    def problems(self, settings: Any, section: str, named_by: str, *, plan_only: bool) -> list[Problem]:
+        """Finds problems in settings of servers, a section of the recipe. `named_by`: the field that asks for the
+        engine. With `plan_only` the engine may be missing, and only names are checked."""
+        options: dict[str, Any] = settings.model_extra or {}
+        named_by = f"{section}.python" if settings.python else named_by
         problems = [
             Problem(
                 f"{section}.{name}",
@@ -53,7 +55,7 @@ class Arguments:
             if name in options
         ]
         free = {name: value for name, value in options.items() if name not in self.owned}
-        answer = asked(interpreter, self.check, free, plan_only, self.environment())
+        answer = asked(self.interpreter(settings), self.check, free, plan_only, self.environment())
         if isinstance(answer, str):
             needed = f"a Python interpreter with {self.engine}"
             return problems + [Problem(named_by, answer, needed, self.install)] * (not plan_only)
@@ -61,6 +63,12 @@ class Arguments:
             fix = f"{self.install}, or set {section}.python"
             problems.append(Problem(named_by, answer["environment"], answer["needed"], fix))
         return problems + [Problem(**{**one, "where": f"{section}.{one['where']}"}) for one in answer["problems"]]
+
+
+def owned(module: str) -> dict[str, str]:
+    """Reads owned.yaml, beside the file of a module, for the arguments that megagrpo sets."""
+    table = table_beside(module, "owned.yaml")
+    return table["decided_by"] | {name: f"nothing: {row['why']}" for row in table["nothing"] for name in row["names"]}
 
 
 def model_problems(directory: Path, classes: Mapping[str, SglangClass], engine: str) -> list[Problem]:

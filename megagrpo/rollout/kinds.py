@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megagrpo.plan.engine import EngineMemory
     from megagrpo.recipe.schema import Recipe
     from megagrpo.recipe.schema.rollout import RolloutConfig
+    from megagrpo.rollout.arguments import Arguments
     from megagrpo.rollout.engine import Engine, EngineSpec, Server, ServerSpec
     from megagrpo.rollout.token_scores import TokenScores
     from megagrpo.weights.families.architecture import Architecture
@@ -86,13 +87,12 @@ class EngineKind:
 
     def options(self, rollout: RolloutConfig) -> Mapping[str, Any]:
         """Returns the arguments that the recipe gives to the servers."""
-        return {}
+        return getattr(rollout, self.settings).model_extra or {} if self.settings else {}
 
     @property
-    def owned(self) -> Mapping[str, str]:
-        """Returns the arguments of its servers that recipes may not give: the key of the recipe that decides each, or
-        "nothing" and why."""
-        return {}
+    def arguments(self) -> Arguments:
+        """Returns what is known of the arguments of its servers, of a kind with `settings`."""
+        raise NotImplementedError
 
     def requests_at_once(self, recipe: Recipe) -> int:
         """Returns the number of responses that an engine decodes in one batch: rollout.requests_at_once or fewer."""
@@ -129,7 +129,10 @@ class EngineKind:
     def problems(self, section: Any, where: str, named_by: str, *, plan_only: bool) -> Sequence[Problem]:
         """Finds problems of its packages and settings. `section`: `rollout`, or of a reward model, at `where` in the
         recipe; `named_by`: the field there that names the engine. With `plan_only` the packages may be missing."""
-        return ()
+        if self.settings is None:
+            return ()
+        settings, places = getattr(section, self.settings), (f"{where}.{self.settings}", f"{where}.{named_by}")
+        return self.arguments.problems(settings, *places, plan_only=plan_only)
 
     def model_problems(self, directory: Path) -> Sequence[Problem]:
         """Finds reasons for which an engine cannot start with the model in this directory."""
@@ -254,14 +257,11 @@ class Sglang(External):
     started_by_us = starts_without_weights = quantizes = multiplies_in_float8 = answers_chats = True
     settings, context = "sglang", "context_length"
 
-    def options(self, rollout: RolloutConfig) -> Mapping[str, Any]:
-        return rollout.sglang.model_extra or {}
-
     @property
-    def owned(self) -> Mapping[str, str]:
-        from megagrpo.rollout.sglang.arguments import OWNED
+    def arguments(self) -> Arguments:
+        from megagrpo.rollout.sglang.arguments import ARGUMENTS
 
-        return OWNED
+        return ARGUMENTS
 
     def releases_memory(self, rollout: RolloutConfig) -> bool:
         return bool(self.options(rollout).get("enable_memory_saver"))
@@ -278,11 +278,6 @@ class Sglang(External):
 
     def extras(self, rollout: RolloutConfig) -> Sequence[str]:
         return ("sglang",) if rollout.sglang.python is None else ()
-
-    def problems(self, section: Any, where: str, named_by: str, *, plan_only: bool) -> Sequence[Problem]:
-        from megagrpo.rollout.sglang.arguments import sglang_problems
-
-        return sglang_problems(section.sglang, f"{where}.sglang", f"{where}.{named_by}", plan_only=plan_only)
 
     def model_problems(self, directory: Path) -> Sequence[Problem]:
         from megagrpo.rollout.arguments import model_problems
@@ -348,25 +343,17 @@ class Vllm(ExternalVllm):
     started_by_us = starts_without_weights = answers_chats = True
     settings, context = "vllm", "max_model_len"
 
-    def options(self, rollout: RolloutConfig) -> Mapping[str, Any]:
-        return rollout.vllm.model_extra or {}
-
     @property
-    def owned(self) -> Mapping[str, str]:
-        from megagrpo.rollout.vllm.arguments import OWNED
+    def arguments(self) -> Arguments:
+        from megagrpo.rollout.vllm.arguments import ARGUMENTS
 
-        return OWNED
+        return ARGUMENTS
 
     def releases_memory(self, rollout: RolloutConfig) -> bool:
         return bool(self.options(rollout).get("enable_sleep_mode"))
 
     def beside_training(self, share: float) -> dict[str, Any]:
         return {"rollout.vllm.enable_sleep_mode": True, "rollout.vllm.gpu_memory_utilization": share}
-
-    def problems(self, section: Any, where: str, named_by: str, *, plan_only: bool) -> Sequence[Problem]:
-        from megagrpo.rollout.vllm.arguments import vllm_problems
-
-        return vllm_problems(section.vllm, f"{where}.vllm", f"{where}.{named_by}", plan_only=plan_only)
 
     def model_problems(self, directory: Path) -> Sequence[Problem]:
         from megagrpo.rollout.arguments import model_problems

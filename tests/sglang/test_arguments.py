@@ -11,18 +11,20 @@ from typing import Any
 
 import pytest
 
+from megagrpo.errors import Problem
 from megagrpo.plan.engine import cache_of
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
 from megagrpo.rollout.arguments import CHECK_SECONDS
 from megagrpo.rollout.engine import EngineNode
 from megagrpo.rollout.sglang import arguments, launch
-from megagrpo.rollout.sglang.arguments import server_arguments, sglang_problems
+from megagrpo.rollout.sglang.arguments import server_arguments
 from megagrpo.rollout.sglang.check_arguments import SglangCheck
 from megagrpo.weights.families import read_architecture
 from tests.engines.servers import server_spec
 
 TOKENS = 64
+
 POOLS = """
 import json, sys
 from megagrpo.rollout.sglang.launch import fill_gaps_on_cpus
@@ -36,6 +38,10 @@ for name, sizes in json.loads(sys.argv[1]):
     found.append(int(np.sum(pool.get_kv_size_bytes())))
 print(json.dumps(found))
 """
+
+
+def sglang_problems(settings: SglangConfig, *, plan_only: bool = False) -> list[Problem]:
+    return arguments.ARGUMENTS.problems(settings, "rollout.sglang", "rollout.engine", plan_only=plan_only)
 
 
 def test_every_port_that_sglang_takes_after_a_given_one_is_looked_at() -> None:

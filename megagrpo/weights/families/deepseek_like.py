@@ -1,4 +1,5 @@
 """DeepSeek-V3's experts: sigmoid scores, first layers dense, shared experts; with latent attention, or query groups.
+MiniMax M2 has its router alone.
 
 Published checkpoints also hold layers for multi-token prediction (num_nextn_predict_layers) after the model's own.
 No side holds them; `extra_tensors` in sides/checkpoint.py lists them.
@@ -80,6 +81,31 @@ LINGS_NAMES = (
     (".k_norm.", ".key_layernorm."), (".embed_tokens.", ".word_embeddings."),
     (".e_score_correction_bias", ".expert_bias"),
 )  # fmt: skip
+
+
+def minimax_m2(config: Mapping[str, Any]) -> Architecture:
+    """Reads MiniMax M2 (`MiniMaxM2ForCausalLM`): norms over all heads, a router without groups, and no dense layer."""
+    read = ConfigReader(config, 5e6, num_key_value_heads=8, head_dim=128)
+    read.refuse_if_set("router_jitter_noise", "shared_intermediate_size")
+    read.ignore("shared_moe_mode", "mlp_intermediate_size", "swa_rope_theta")  # of MLPs and windows, which none has
+    read.require(**MINIMAX_USUAL, **MINIMAX_FACTORS)
+    if any(kind != 1 for kind in read.config.get("attn_type_list") or []):
+        read.refuse("attn_type_list", read.config["attn_type_list"], "1 everywhere: softmax attention")
+    head_dim = read.integer("head_dim")
+    part = read.integer("rotary_dim", default=head_dim) / head_dim
+    attention = read.attention(norm="projection", rope=read.rope(part=part))
+    experts = replace(read.experts(ffn="intermediate_size", normalize_top_k=True), router=SigmoidRouter(1, 1, 1.0))
+    return read.model([read.layer(attention, experts)] * read.layers)
+
+
+MINIMAX_NAMES = (
+    (".mlp.gate.e_score", ".mlp.e_score"), (".mlp.", ".block_sparse_moe."), (".gate_proj.", ".w1."),
+    (".up_proj.", ".w3."), (".down_proj.", ".w2."),
+)  # fmt: skip
+MINIMAX_USUAL = {"qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True}
+"""Keys of published configs. transformers does not read them; SGLang does."""
+MINIMAX_FACTORS = {f"layernorm_{part}_beta": 1.0 for part in ("full_attention", "linear_attention", "mlp")}
+"""Factors of residuals in the configs of MiniMax M1. No code of M2 has them."""
 
 
 def _model(

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen and Mixtral: attention by query groups, and in every layer an MLP or the same number of experts.
+"""Llama, Mistral, Qwen and others: attention by query groups, and in every layer an MLP or the same number of experts.
 
 transformers 5 stacks experts in memory, under names of its own (sides/checkpoint.py). It saves them one by one,
 under the names of published checkpoints. This module uses the published names.
@@ -132,6 +132,20 @@ def granite(config: Mapping[str, Any]) -> Architecture:
 
 
 GRANITES_FACTORS = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
+
+
+def glm4(config: Mapping[str, Any]) -> Architecture:
+    """Reads GLM-4-0414 (`Glm4ForCausalLM`): norms before a part and after it, and half of each head rotated, in
+    neighbouring pairs."""
+    read = ConfigReader(config, num_key_value_heads=2, head_dim=128, rms_norm_eps=1.5625e-07)
+    bias = read.flag("attention_bias", default=True)
+    attention = read.attention(bias=bias, rope=read.rope(part=0.5, pairs=True))
+    return read.model([read.layer(attention, read.mlp(), outputs=True)] * read.layers)
+
+
+GLM4_NAMES = (
+    ("attention_output_layernorm", "post_self_attn_layernorm"), ("mlp_output_layernorm", "post_mlp_layernorm")
+)  # fmt: skip
 
 
 def ernie4_5(config: Mapping[str, Any]) -> Architecture:

@@ -25,10 +25,13 @@ class Gap:
     fix: str = INSTEAD
 
 
-def gap_problems(arch: Architecture, gaps: Iterable[Gap], engine: str = "SGLang") -> Iterator[Problem]:
+def gap_problems(
+    arch: Architecture, gaps: Iterable[Gap], engine: str = "SGLang", fix: str | None = None
+) -> Iterator[Problem]:
+    """Yields a problem for each gap that the model meets. fix: in place of each gap's own."""
     for gap in gaps:
         if (given := gap.given(arch)) is not None:
-            yield Problem(f"{arch.family} on {engine}: {gap.key}", str(given), gap.needed, gap.fix)
+            yield Problem(f"{arch.family} on {engine}: {gap.key}", str(given), gap.needed, fix or gap.fix)
 
 
 def of_attention(given: Callable[[Architecture, Attention], object]) -> Callable[[Architecture], object]:
@@ -51,7 +54,7 @@ def _scaling(rope: Rope) -> str | None:
     return next((name for name, value in kinds.items() if value is not None), None)
 
 
-def _own_magnitude(rope: Rope) -> float | None:
+def own_magnitude(rope: Rope) -> float | None:
     """Returns yarn's attention_factor if it is not the usual one."""
     if (yarn := rope.yarn) is None or yarn.magnitude is None:
         return None
@@ -109,7 +112,7 @@ LOCAL_SCALING = Gap(
     "no scaling in layers with windows: SGLang ignores it",
     of_rope(_scaling, local=True),
 )
-MAGNITUDE = Gap("attention_factor", "absent, or 1 + 0.1 ln(factor): SGLang reads no other", of_rope(_own_magnitude))
+MAGNITUDE = Gap("attention_factor", "absent, or 1 + 0.1 ln(factor): SGLang reads no other", of_rope(own_magnitude))
 QUARTER = Gap(
     "partial_rotary_factor",
     "0.25, which SGLang takes whatever rope_parameters says",

@@ -34,11 +34,8 @@ def _long_factor(arch: Architecture) -> object:
 
 def _own_magnitude(rope: Rope) -> object:
     """Returns what makes yarn's magnitude another than the usual one."""
-    if (yarn := rope.yarn) is None:
-        return None
-    if yarn.magnitude is not None:
-        return None if _close(yarn.magnitude, 1 + 0.1 * math.log(yarn.factor)) else yarn.magnitude
-    return yarn.mscale_all_dim or None
+    unread = rope.yarn.mscale_all_dim if rope.yarn and rope.yarn.magnitude is None else None
+    return gaps.own_magnitude(rope) or unread or None
 
 
 def _close(given: float, wanted: float) -> bool:
@@ -58,49 +55,33 @@ TEMPERATURE = Gap(
     "original_max_position_embeddings",
     "max_position_embeddings or more, so that queries do not grow: vLLM reads their factor from another key",
     _temperature,
-    OTHER_ENGINES,
 )
-OWN_HEAD = replace(gaps.OWN_HEAD, needed="true: vLLM loads no other head here", fix=OTHER_ENGINES)
-HEAD_DIM = replace(gaps.HEAD_DIM, fix=OTHER_ENGINES)
-BIAS = Gap(
-    "qkv_bias",
-    "true: vLLM has biases here",
-    gaps.of_attention(lambda arch, its: None if its.bias else "false"),
-    OTHER_ENGINES,
-)
+OWN_HEAD = replace(gaps.OWN_HEAD, needed="true: vLLM loads no other head here")
+BIAS = Gap("qkv_bias", "true: vLLM has biases here", gaps.of_attention(lambda arch, its: None if its.bias else "false"))
 LONG_FACTOR = Gap(
     "rope_scaling.factor",
     "absent, or max_position_embeddings / original_max_position_embeddings: vLLM reads no other",
     _long_factor,
-    OTHER_ENGINES,
 )
 NEVER_ROTATES = Gap(
     "layer_types",
     "a layer with a window, or sliding_window: null. vLLM rotates all layers if none has a window",
     _never_rotates,
-    OTHER_ENGINES,
 )
 OF_GPT_OSS = (
-    replace(gaps.EVEN_WINDOWS, fix=OTHER_ENGINES),
-    Gap(
-        "rope_type",
-        "yarn: vLLM has no other here",
-        gaps.of_rope(lambda its: None if its.yarn else "no scaling"),
-        OTHER_ENGINES,
-    ),
+    gaps.EVEN_WINDOWS,
+    Gap("rope_type", "yarn: vLLM has no other here", gaps.of_rope(lambda its: None if its.yarn else "no scaling")),
     Gap(
         "attention_factor or mscale_all_dim",
         "absent, or an attention_factor of 1 + 0.1 ln(factor): vLLM reads neither here",
         gaps.of_rope(_own_magnitude),
-        OTHER_ENGINES,
     ),
     Gap(
         "rms_norm_eps",
         "1e-05, which vLLM takes in any case",
         lambda arch: None if _close(arch.norm_epsilon, 1e-5) else arch.norm_epsilon,
-        OTHER_ENGINES,
     ),
-    Gap("swiglu_limit", "7, which vLLM takes in any case", _clamp, OTHER_ENGINES),
+    Gap("swiglu_limit", "7, which vLLM takes in any case", _clamp),
 )
 
 RENAMED = (
@@ -138,8 +119,8 @@ CLASSES: dict[str, SglangClass] = {
     "olmo2": USUAL,
     "olmo3": USUAL,
     "phi3": replace(USUAL, gaps=(LONG_FACTOR,)),
-    "qwen2": replace(USUAL, gaps=(HEAD_DIM,)),
-    "qwen2_moe": replace(USUAL, gaps=(HEAD_DIM, BIAS)),
+    "qwen2": replace(USUAL, gaps=(gaps.HEAD_DIM,)),
+    "qwen2_moe": replace(USUAL, gaps=(gaps.HEAD_DIM, BIAS)),
     "qwen3": USUAL,
     "qwen3_moe": USUAL,
     "seed_oss": USUAL,

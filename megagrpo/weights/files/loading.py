@@ -10,6 +10,7 @@ import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +21,6 @@ from megagrpo.weights.blocks import BLOCK, SCALE_SUFFIX, scale_shape
 from megagrpo.weights.boxes import Box, Fill, Manifest, Placement
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.files.mxfp4 import dequantized
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides.checkpoint import (
     DTYPES,
@@ -38,6 +38,7 @@ from megagrpo.weights.views import box_view, fill_padding, stored_tensors, torch
 
 STORED = DTYPES | {FP8: "float8_e4m3fn", MXFP4: "uint8"}
 """torch's names of the dtypes in files."""
+MXFP4_BIAS = 127
 
 
 class ModelFiles:
@@ -100,6 +101,26 @@ class ModelFiles:
         scales = read_region(*self.entries[name + MXFP4_SCALES], at, size)
         values = dequantized(blocks, scales).narrow(-1, row - first * MXFP4_VALUES, rows)
         return values.transpose(1, 2).view(shape)
+
+
+def dequantized(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Returns values of MXFP4, float4 (e2m1) in blocks of 32 with a power of two each (OCP MX 1.0, 5.2).
+
+    Bfloat16 [..., 32 blocks] are made of uint8 [..., blocks, 16] and the blocks' exponents, uint8 [..., blocks]. A byte
+    has two values, the first in its lower half. transformers takes a scale of 255, not a number, as 2^128.
+    """
+    pair = scales.int().unsqueeze(-1) * 256 + blocks
+    return _pairs().index_select(0, pair.flatten()).view(torch.bfloat16).view(*scales.shape[:-1], -1)
+
+
+@cache
+def _pairs() -> torch.Tensor:
+    """Returns both values of each scale and byte: two bfloat16 as an int32, [256 scales x 256 bytes]."""
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = torch.cat([magnitudes, -magnitudes]).double()
+    byte, factors = torch.arange(256), 2.0 ** (torch.arange(256).double() - MXFP4_BIAS)
+    scaled = (factors[:, None] * values).bfloat16()
+    return torch.stack([scaled[:, byte % 16], scaled[:, byte // 16]], -1).view(torch.int32).flatten()
 
 
 @torch.no_grad()

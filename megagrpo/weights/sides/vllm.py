@@ -79,7 +79,7 @@ def split_problems(
     if arch.family not in CLASSES:
         return [Problem(on_vllm, REFUSED[arch.family], f"one of {', '.join(CLASSES)}", OTHER_ENGINES)]
     of_class = CLASSES[arch.family]
-    if problems := list(gap_problems(arch, of_class.gaps, "vLLM")):
+    if problems := list(gap_problems(arch, of_class.gaps, "vLLM", OTHER_ENGINES)):
         return problems
     if device == "cpu" and (problems := _cpu_problems(arch)):
         return problems

@@ -21,17 +21,8 @@ _CONGRUENCE = re.compile(
 _LIST = re.compile(r"\s*(?:,|\band\b|\bor\b)\s*")
 
 _BASES = {
-    "two": 2,
-    "three": 3,
-    "four": 4,
-    "five": 5,
-    "six": 6,
-    "seven": 7,
-    "eight": 8,
-    "nine": 9,
-    "ten": 10,
-    "sixteen": 16,
-}
+    "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "sixteen": 16,
+}  # fmt: skip
 _IN_BASE = re.compile(
     r"\(?\s*(?P<digits>\d[\dA-Z]*|[A-Z]+\d[\dA-Z]*|[A-Z]+(?=_\{?\d\d))\s*\)?\s*_\s*\{?\s*(?P<base>\d+|[a-z]+)\s*\}?"
 )
