@@ -19,7 +19,6 @@ from megagrpo.batching.work import TOKENS
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.cluster.stopping import Stopping
 from megagrpo.data.cursor import Cursor
-from megagrpo.reward.scorer import GIVEN
 from megagrpo.trainer.run import PhaseClock, Run
 from megagrpo.trainer.run_loop import Loop
 from megagrpo.trainer.schedule import Live
@@ -79,7 +78,7 @@ class FakeScorer:
 
     def _of(self, group: Group) -> Iterator[Score]:
         if group.given:
-            yield Score(None, masked=GIVEN)
+            yield Score(None, masked="given")
             return
         values = list(self.scores(number(group.prompt)))
         for value, each in zip(values, self.counted or [()] * len(values), strict=True):

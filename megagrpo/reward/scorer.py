@@ -31,8 +31,6 @@ OVERLONG = "overlong"
 
 REACHED_LIMIT = "the response reached the token limit"
 GIVEN_UP = "the engine gave up on the response"
-GIVEN = "given"
-"""The mask of a response of the data: no function scores it. Saved groups have it."""
 NOT_DONE = ("late", "failed")
 """Names of the counts that mark a rollout as unfinished by its agent's fault, not by an engine's."""
 
@@ -228,7 +226,7 @@ def reward_problems(reward: schema.RewardConfig, *, sandbox: bool = True) -> lis
 def unscored(sample: Sample) -> Score | None:
     """Returns the score of a response that no function scores, None for others."""
     if sample.given:
-        return Score(None, masked=GIVEN)
+        return Score(None, masked="given")
     return Score(None, error=(sample.agent and sample.agent.error) or GIVEN_UP) if sample.finish == "abort" else None
 
 

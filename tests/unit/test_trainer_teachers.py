@@ -136,10 +136,9 @@ def test_rows_have_the_teacher_of_their_source_or_column(server: TeacherServer) 
             True,
             False,
         ]
-        with pytest.raises(TeacherError, match=r"prompt p0\n *given: 'bigger'\n *needed: one of big"):
-            teachers.beside([group(sample(0), teacher="bigger")], scores)
-        with pytest.raises(TeacherError, match="teacher: 3, not the name of a teacher"):
-            teachers.beside([group(sample(0), teacher=3)], scores)
+        for named in ("bigger", 3):
+            with pytest.raises(TeacherError, match=rf"prompt p0\n *given: {named!r}\n *needed: one of big"):
+                teachers.beside([group(sample(0), teacher=named)], scores)
 
 
 def test_teachers_answer_while_rewards_score_and_not_more_at_once_than_allowed(server: TeacherServer) -> None:
