@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from megagrpo.data.files import Findings, place
 from megagrpo.data.locations import files_of, is_remote
@@ -87,18 +88,24 @@ def _on_ranks(recipe: Recipe, name: str, directory: Path) -> list[Problem]:
 
 def _on_server(recipe: Recipe, name: str, teacher: ServedTeacherConfig, directory: Path) -> Iterator[Problem]:
     """Yields the problems of a model that an engine serves. Raises ModelError if it cannot be read."""
-    config = read_json(directory / "config.json")
     yield from teacher.settings.engine_kind.model_problems(directory)
-    positions = (config.get("text_config") or config).get("max_position_embeddings")
+    positions = _sizes(directory).get("max_position_embeddings")
     if isinstance(positions, int) and positions < recipe.taught_tokens_max:
         yield problem("sequence_beyond_a_teacher", recipe=recipe, name=name, positions=positions)
+
+
+def _sizes(directory: Path) -> dict[str, Any]:
+    """Returns the sizes of a language model, which may be beside a tower. Raises ModelError."""
+    config = read_json(directory / "config.json")
+    return config.get("text_config") or config
 
 
 # --- tokenizers -------------------------------------------------------------------------------------------------------
 
 
 def _other_tokens(name: str, ours: Path, theirs: Path) -> Iterator[Problem]:
-    """Yields a problem with the first id that is another token to the teacher. Raises ModelError."""
+    """Yields a problem with the first id that is another token to the teacher, or with the last one, for which the
+    teacher has no weights. Raises ModelError."""
     if not has_tokenizer(theirs):
         yield problem("teacher_without_tokenizer", name=name, directory=theirs)
         return
@@ -108,6 +115,10 @@ def _other_tokens(name: str, ours: Path, theirs: Path) -> Iterator[Problem]:
         given, needed = (brief(found[first]) if first in found else "no token" for found in (teacher, policy))
         of_pair = {"name": name, "first": first, "given": given, "needed": needed, "ours": ours, "theirs": theirs}
         yield problem("token_of_a_teacher", **of_pair)
+        return
+    vocab, last = _sizes(theirs).get("vocab_size") if (theirs / "config.json").is_file() else None, max(teacher)
+    if isinstance(vocab, int) and vocab <= last:
+        yield problem("token_beyond_a_teacher", name=name, vocab=vocab, last=last, token=brief(teacher[last]))
 
 
 def tokens_by_id(directory: Path) -> dict[int, str]:

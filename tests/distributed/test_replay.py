@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,16 @@ from megagrpo.recipe.schema import Recipe
 from megagrpo.routes import Routes, RouteSizes
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
-from tests.distributed.conftest import CaseOf
-from tests.distributed.step_case import Case, assert_same_step, grpo_step, load_reference, make_recipe
-from tests.distributed.step_ranks import gather, load_and_pass, on_ranks, step, the_one, update
+from tests.distributed.conftest import CaseOf, Tiny
+from tests.distributed.step_case import (
+    Case,
+    assert_same_step,
+    grpo_step,
+    load_reference,
+    make_recipe,
+    response_logprobs,
+)
+from tests.distributed.step_ranks import gather, load_and_pass, of_all_tokens, on_ranks, step, the_one, update
 
 RECOMPUTE: dict[str, Any] = {
     "none": "none",
@@ -176,6 +184,38 @@ def test_a_step_in_which_the_policy_waits_leaves_no_counts(case_of: CaseOf) -> N
         for function in (own_and_replayed, update_after_a_step_without_one)
     ]
     assert two[0] == two[1]
+
+
+def with_teachers(rank: TrainRank, batch: RankBatch, advantages: Any, other: Path) -> Any:
+    """The policy's logprobs, and those by its teachers."""
+    rank.add_teacher("other", str(other))
+    rank.load_batch(batch)
+    rank.compute_old_logprobs()
+    rank.compute_teachers({"other": None, "start": None})
+    return (rank.token_numbers(rank.passes.old_logprobs), rank.token_teacher()) if rank.has_logits else (None, None)
+
+
+@pytest.mark.parametrize("layout", ["expert", pytest.param("context, pipeline", marks=pytest.mark.long)])
+def test_teachers_choose_their_own_experts_for_the_tokens_whose_routes_the_policy_replays(
+    case_of: CaseOf, tiny: Tiny, layout: str
+) -> None:
+    """A row has two branches; its teacher is another mixture or the policy's start."""
+    case, other, sequences = with_routes(case_of("qwen3_moe")), tiny("qwen3_moe", hidden_size=64), []
+    for number, sequence in enumerate(case.sequences):
+        first = int(case.sequences[number - 1].loss_mask.sum()) if number % 2 else 0
+        sequences.append(replace(sequence, row=number // 2, first=first, teacher=number // 2 % 2))
+    teachers = {"other": {"kind": "ranks", "path": "unused"}, "start": {"kind": "reference"}}
+    algorithm = {"distillation": {"objective": "sampled_token", "column": "teacher"}}
+    recipe = make_recipe(LAYOUTS[layout], algorithm=algorithm, teachers=teachers)
+    results = on_ranks(with_teachers, recipe, replace(case, sequences=sequences), other)
+    replaying, models = forced_reference(case), [load_reference(other), load_reference(case.directory)]
+    wanted: list[list[np.ndarray]] = [[], []]
+    for sequence in sequences:
+        for model, of_all in zip((replaying, models[sequence.teacher]), wanted, strict=True):
+            with torch.no_grad():
+                of_all.append(response_logprobs(model, sequence.tokens)[0].numpy()[sequence.loss_mask[1:]])
+    for found, of_model in zip(zip(*results, strict=True), wanted, strict=True):
+        np.testing.assert_allclose(of_all_tokens(found), np.concatenate(of_model), atol=1e-5)
 
 
 def refusal(rank: TrainRank, batch: RankBatch, advantages: Any) -> str:

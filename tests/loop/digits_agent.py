@@ -18,12 +18,13 @@ def ask(endpoint: Any, messages: list[dict[str, Any]]) -> dict[str, Any]:
     return message
 
 
-async def rollout(task: Any, endpoint: Any, slow: float = 0.0) -> dict[str, Any]:
-    """slow: the share of rollouts that do not end."""
-    messages = list(task.messages)
-    for number in range(2):
+async def rollout(task: Any, endpoint: Any, slow: float = 0.0, forks: bool = False) -> dict[str, Any]:
+    """slow: the share of rollouts that do not end. forks: every other row's go on from their first answer twice."""
+    messages = begun = list(task.messages)
+    for number in range(3 if forks and task.extra_info["index"] % 2 else 2):
         said = await asyncio.to_thread(ask, endpoint, messages)
-        messages += [said, {"role": "user", "content": f"+{number}="}]
+        begun = begun if number else [*messages, said]
+        messages = [*begun, {"role": "user", "content": f"+{number}="}]
         await asyncio.sleep(task.seed % 7 / 100)
         if task.seed % 100 < 100 * slow:
             await asyncio.to_thread(time.sleep, 1000)

@@ -10,13 +10,17 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from megagrpo.errors import EXIT_STOPPED
+from megagrpo.track.rollout_files import read_file, rollout_file
 from megagrpo.trainer.batches import read_batch
+from tests.engines.policy import logits_of
 from tests.loop import small_run
 from tests.loop.test_evaluate import in_order
+from tests.loop.test_teachers import make_teacher
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * small_run.RUN_SECONDS)]
 Environment = Mapping[str, str]
@@ -24,11 +28,15 @@ STEPS = range(1, small_run.STEPS + 1)
 
 
 def write(inputs: Path, output: Path, name: str, schedule: dict[str, Any], **agent: Any) -> Path:
-    """Evaluations go through the agent, too. Deterministic, as rows of a batch depend on which agents wait."""
+    """Evaluations go through the agent, too. Deterministic, as rows of a batch depend on which agents wait. Another
+    model on the ranks teaches."""
     values = small_run.recipe(inputs, output, name) | {"schedule": schedule}
     values["deterministic"] = schedule["kind"] == "one_step_off" or schedule == {"kind": "sync"}
-    values["agent"] = {"function": f"{Path(__file__).parent / 'digits_agent.py'}:rollout", "tokens_max": 60, **agent}
+    values["agent"] = {"function": f"{Path(__file__).parent / 'digits_agent.py'}:rollout", "tokens_max": 60}
+    values["agent"] |= {"arguments": {"forks": True}, **agent}
     values["reward"] = {"functions": [{"function": "agent"}, {"function": f"{__file__}:said_twice", "weight": 0.0}]}
+    values["teachers"] = {"big": {"kind": "ranks", "path": str(make_teacher(output / "teacher"))}}
+    values["algorithm"]["distillation"] = {"objective": "sampled_token"}
     values["checkpoint"]["keep_batches"] = small_run.STEPS
     if schedule["kind"] != "sync":
         values["cluster"]["placement"] = "disaggregated"
@@ -49,17 +57,18 @@ def numbers(run: Path) -> dict[int, dict[str, float]]:
 
 
 def require_whole(run: Path, steps: Iterable[int] = STEPS) -> None:
-    """Checks that the trained samples are conversations of two turns, in one branch."""
+    """Checks that the trained samples are conversations of two turns in one branch, or of a further one in another."""
     for step in steps:
         for group in read_batch(run, step).sampled.groups:
             assert len(group.samples) == 4
             for sample in group.samples:
                 assert sample.agent is not None
-                (branch,) = sample.agent.branches
-                assert (branch.tokens[branch.trained] == sample.tokens).all()
+                branches = sample.agent.branches
+                assert (np.concatenate([one.tokens[one.trained] for one in branches]) == sample.tokens).all()
                 assert sum(turn.tokens for turn in sample.agent.turns) == len(sample.tokens)
                 if sample.finish == "stop":
-                    assert len(sample.agent.turns) == 2
+                    forks = group.prompt.extra_info["index"] % 2
+                    assert (len(branches), len(sample.agent.turns)) == (1 + forks, 2 + forks)
                     assert sample.agent.reward is not None
 
 
@@ -77,10 +86,27 @@ def synchronous(inputs: Path, tmp_path_factory: pytest.TempPathFactory, ray: Env
 def test_turns_are_trained_and_evaluations_are_rollouts(synchronous: Path) -> None:
     require_whole(synchronous)
     entries = small_run.metrics(synchronous)
-    assert [entries[step]["agent/turns/max"] for step in STEPS] == [2.0] * len(STEPS)
+    assert [entries[step]["agent/turns/max"] for step in STEPS] == [3.0] * len(STEPS)
     assert [entries[step]["agent/failed"] for step in STEPS] == [0.0] * len(STEPS)
     assert any("sums/" in name for name in entries[2])
     assert (synchronous / "logs" / "agents_0.log").exists()
+
+
+def test_a_teacher_reads_each_branch_as_the_policy_saw_it_and_says_nothing_of_other_tokens(synchronous: Path) -> None:
+    forked = Counter[int]()
+    for step in STEPS:
+        samples = [sample for group in read_batch(synchronous, step).sampled.groups for sample in group.samples]
+        said = read_file(rollout_file(synchronous, step), ["teacher_logprobs"])["teacher_logprobs"].to_pylist()
+        for sample, found in zip(samples, said, strict=True):
+            assert sample.agent is not None
+            wanted = []
+            for branch in sample.agent.branches:
+                tokens = branch.tokens.tolist()
+                logprobs = logits_of(synchronous.parent / "teacher", tokens[:1], tokens[1:]).log_softmax(-1)
+                wanted += [float(logprobs[at - 1, tokens[at]]) for at in np.flatnonzero(branch.trained)]
+            assert found == pytest.approx(wanted, abs=1e-5)
+            forked[len(sample.agent.branches)] += 1
+    assert min(forked[1], forked[2]) > 0
 
 
 def test_an_evaluation_of_a_runs_model_has_the_runs_rollouts(

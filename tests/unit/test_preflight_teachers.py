@@ -118,6 +118,20 @@ def test_rows_of_the_embedding_beyond_the_tokenizer_may_differ_in_number(run: Pa
     assert checked(run, RANKS)
 
 
+@pytest.mark.parametrize("teachers", [SERVED, RANKS, EXTERNAL])
+def test_a_teacher_has_weights_for_each_token_of_the_policys_tokenizer(run: Path, teachers: str) -> None:
+    last = max(tokens_by_id(run.parent / "model"))
+
+    def of_size(vocab: int) -> None:
+        changed(run.parent / "teacher" / "config.json", lambda config: config.update(vocab_size=vocab))
+
+    of_size(last + 1)
+    assert checked(run, teachers, plan_only=True)
+    of_size(last)
+    (fault,) = refused(run, teachers, plan_only=True)
+    assert f"a vocab_size of {last}\n" in fault
+
+
 def test_a_teacher_in_the_policys_layout_has_sizes_that_divide_it_and_room_for_its_sequences(run: Path) -> None:
     replaced(run, num_hidden_layers=3, max_position_embeddings=24)
     found = refused(run, RANKS, "train.layout={pipeline: 2}", "train.megatron={}")
