@@ -313,9 +313,8 @@ def _mixture_sums(
         exponentials = _lowered(left, top, of_model).exp() if torch.compiler.is_compiling() else left
         probabilities.append(exponentials.mul_(its_scale[:, None]).clamp_(min=LEAST))
     p, q = probabilities
-    mixture = torch.mul(p, 1 - beta).add_(q, alpha=beta)
-    of_student = (mixture / p).log_().mul_(p).sum(-1)
-    of_teacher = mixture.div_(q).log_().mul_(q).sum(-1)
+    of_student = (q / p).sub_(1).mul_(beta).log1p_().mul_(p).sum(-1)
+    of_teacher = (p / q).sub_(1).mul_(1 - beta).log1p_().mul_(q).sum(-1)
     return torch.stack([-beta * of_teacher, (beta - 1) * of_student])
 
 
@@ -353,10 +352,10 @@ def _gradient(
         gradient = y.exp_().mul_(factor if of_entropy is None else of_entropy.add_(factor))
         gradient.addcmul_(z.exp_(), (-divergence_grad / totals[1])[:, None])
     else:
-        g = z.sub_(y).neg_() if divergence == "reverse_kl" else z.exp_().mul_((beta * totals[0] / totals[1])[:, None])
+        g = z.sub_(y).neg_() if divergence == "reverse_kl" else z.exp_().mul_((totals[0] / totals[1])[:, None])
         p = y.exp_().clamp_(min=LEAST)
         if divergence == "jsd":
-            g = g.add_(p, alpha=1 - beta).div_(p).log_().mul_(beta - 1)
+            g.div_(p).sub_(1).mul_(beta).log1p_().mul_(beta - 1)
         g.mul_(of_divergence[:, None]).sub_((of_divergence * mean + logprob_grad / totals[0])[:, None])
         gradient = (g if of_entropy is None else g.add_(of_entropy)).mul_(p)
     gradient = add_labels(gradient, column, label_grad)
