@@ -2,7 +2,8 @@
 the student's logprobs, and the most likely ids of a model (heads.py has logprobs at given ids).
 
 Logits [tokens, vocabulary] never exist, neither the student's nor the teacher's: both apply a few rows of their output
-matrices at a time, the same ids, each half as many as a head of one model.
+matrices at a time, the same ids, each half as many as a head of one model. For jsd the forward pass takes a few tokens
+at a time, and holds their logits of all ids of the rank until both normalizers are known.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.algorithm.distillation import RATIO_MAX, Divergence
+from megagrpo.algorithm.distillation import Divergence
 from megagrpo.megatron.attention import Collect
 from megagrpo.megatron.heads import (
     LOWEST,
@@ -29,6 +30,10 @@ from megagrpo.megatron.heads import (
     vocabulary_parts,
 )
 
+LEAST_TOKENS = 128
+"""Tokens of a block, at least, however many ids there are: each block reads both output matrices whole."""
+LEAST = 1e-30
+"""A probability that counts nothing, in place of lower ones: the log of its ratio to another is finite."""
 LOW = 2**32 - 1
 """The lower bits of an int64."""
 
@@ -88,18 +93,15 @@ def vocabulary_divergence(
     ranks. Of equally likely ids the lowest is the most likely.
 
     Gradients flow to `hidden` and `weight` as in `vocabulary_logprobs`, and not to the teacher: one product with each
-    output matrix serves all results. The forward pass gathers 10 numbers of each position from all tensor ranks; `jsd`
-    computes all logits twice, and sums 2 more. The backward pass computes them again, and moves nothing.
+    output matrix serves all results. The forward pass gathers 10 numbers of each position from all tensor ranks, and 2
+    more for `jsd`, which gathers block by block. The backward pass computes the logits again, and moves nothing.
     """
-    columns = chunk_columns or columns_at_once(len(positions), hidden.device) // 2
+    columns = chunk_columns or columns_at_once(len(positions), hidden.device, models=2)
+    tokens = max(1 if chunk_columns else LEAST_TOKENS, len(positions) * columns // max(1, len(weight)))
     chosen: Tensor = Collect.apply(hidden, positions)
     of_teacher = teacher_hidden.detach(), teacher_weight.detach()
-    factors = student.factors, teacher.factors
-    return Compared(
-        *_VocabularyDivergence.apply(
-            chosen, weight, labels, *of_teacher, shard, divergence, beta, factors, entropy, columns
-        )
-    )
+    options = shard, divergence, beta, (student.factors, teacher.factors), entropy, tokens, columns
+    return Compared(*_VocabularyDivergence.apply(chosen, weight, labels, *of_teacher, *options))
 
 
 @dataclass(frozen=True)
@@ -161,33 +163,39 @@ class _VocabularyDivergence(torch.autograd.Function):
         beta: float,
         factors: tuple[Factors, Factors],
         entropy: bool,
+        tokens: int,
         columns: int,
     ) -> tuple[Tensor, ...]:
-        both = hidden, weight, teacher_hidden, teacher_weight
         rows, local = shard.real_rows(len(weight)), labels[:, None] - shard.first
-        sums, merged, of_mixture = (compiled(each, hidden.is_cuda) for each in (_sums, _merged, _mixture_sums))
+        sums, of_mixture = (compiled(each, hidden.is_cuda) for each in (_sums, _mixture_sums))
         weighing = None if divergence == "jsd" else int(divergence == "forward_kl")
-        found = hidden.new_zeros(10, len(hidden), dtype=torch.float64)
+        found, shares = (hidden.new_zeros(size, len(hidden), dtype=torch.float64) for size in (10, 2))
         found[:2] = LOWEST
-        for part in vocabulary_parts(rows, columns):
-            logits, (in_part, column) = _logits(both, part), labels_in(part, local)
-            pairs = zip(logits, factors, strict=True)
-            of_labels = [scaled(x.gather(1, column), *of_model).where(in_part, 0.0).t() for x, of_model in pairs]
-            of_part = torch.cat([sums(*logits, factors, weighing, entropy), *of_labels])
-            of_part[2:4] += shard.first + part.start
-            found = merged(found, of_part, weighing)
-            del logits
-        found, *others = _of_ranks(found, shard)
-        for of_rank in others:
-            found = merged(found, of_rank, weighing)
+        # For jsd: CPUs are faster with narrow products, GPUs with wide ones.
+        tile = (len(hidden), columns) if weighing is not None else (tokens, rows if hidden.is_cuda else columns)
+        for block in vocabulary_parts(len(hidden), tile[0]):
+            of_block = hidden[block], weight, teacher_hidden[block], teacher_weight
+            of_parts, held = [found[:, block]], []
+            for part in vocabulary_parts(rows, tile[1]):
+                logits, (in_part, column) = _logits(of_block, part), labels_in(part, local[block])
+                pairs = zip(logits, factors, strict=True)
+                of_labels = [scaled(x.gather(1, column), *of_model).where(in_part, 0.0).t() for x, of_model in pairs]
+                of_part = torch.cat([sums(*logits, factors, weighing, entropy), *of_labels])
+                of_part[2:4] += shard.first + part.start
+                of_parts.append(of_part)
+                if weighing is None:
+                    held.append(logits)
+                del logits  # before the next ones are made
+            found[:, block] = _merged(_of_ranks(_merged(of_parts, weighing), shard), weighing)
+            while held:
+                tops = of_parts.pop()[:2]
+                scales = (tops - found[:2, block]).exp() / found[4:6, block]
+                shares[:, block] += of_mixture(*held.pop(), tops.float(), scales.float(), factors, beta)
         tops, ids, totals = found[:6].view(3, 2, -1)
         log_totals = totals.log()
         logprobs, entropies = (found[8:] - tops - log_totals).float(), log_totals[0] - found[7] / totals[0]
         tops, totals = tops.float(), totals.float()
         if weighing is None:
-            shares = hidden.new_zeros(2, len(hidden), dtype=torch.float64)
-            for part in vocabulary_parts(rows, columns):
-                shares += of_mixture(*_logits(both, part), tops, totals, factors, beta)
             share, mean = torch.stack(_of_ranks(shares, shard)).sum(0)
             values = share + mean
         else:
@@ -195,6 +203,7 @@ class _VocabularyDivergence(torch.autograd.Function):
             values = mean - log_totals[weighing] + log_totals[1 - weighing]
         entropies = entropies.float() if entropy else torch.zeros_like(mean, dtype=torch.float32)
         of_teacher, agrees = logprobs[1].where(labels < shard.vocab, torch.nan), ids[0] == ids[1]
+        both = hidden, weight, teacher_hidden, teacher_weight
         ctx.save_for_backward(*both, local, tops, totals, mean.float(), entropies)
         ctx.constants = rows, divergence, beta, factors, columns
         ctx.mark_non_differentiable(of_teacher, agrees, *([] if entropy else [entropies]))
@@ -222,7 +231,7 @@ class _VocabularyDivergence(torch.autograd.Function):
             if weight_grad is not None:
                 torch.mm(gradient.t(), hidden, out=weight_grad[part])
             del gradient  # before the next logits are made
-        return hidden_grad.to(hidden.dtype), weight_grad, *[None] * 9
+        return hidden_grad.to(hidden.dtype), weight_grad, *[None] * 10
 
 
 def _logits(both: Sequence[Tensor], part: slice) -> tuple[Tensor, Tensor]:
@@ -246,8 +255,8 @@ def _sums(
     """Returns of a part of the scaled logits x of both models: the highest of each and their columns, the sums of e^y,
     y = x - highest, the sum of e^y (y - z) with y of the weighing model and z of the other, and of the student's y e^y.
 
-    float64 [8, n], of the last two 0 if not wanted. Op by op it reuses the memory of the logits; compiled it leaves
-    them alone, because writing them takes time.
+    float64 [8, n], of the last two 0 if not wanted. Op by op it leaves e^y in the memory of the logits; compiled it
+    leaves them alone, because writing them takes time.
     """
     lowered, tops, columns = [], [], []
     for logits, of_model in zip((student, teacher), factors, strict=True):
@@ -268,21 +277,19 @@ def _sums(
     return torch.stack([each.double() for each in (*tops, *columns, *totals, weights, of_entropy)])
 
 
-def _merged(left: Tensor, right: Tensor, weighing: int | None) -> Tensor:
-    """Returns what `_sums` does, with ids for columns and both logits of the label behind, of two parts together.
+def _merged(of_parts: Sequence[Tensor], weighing: int | None) -> Tensor:
+    """Returns what `_sums` does, with ids for columns and both logits of the label behind, of all parts together.
 
-    The ids of the left one are lower. The label's logits are 0 where it is not in a part.
+    Ids rise from part to part. The label's logits are 0 where it is not in a part.
     """
-    tops, first = torch.maximum(left[:2], right[:2]), weighing or 0
-    ids = right[2:4].where(right[:2] > left[:2], left[2:4])
-    sums = torch.zeros_like(left[4:])
-    for part in (left, right):
-        by = part[:2] - tops
-        factor, totals = by.exp(), part[4:6]
-        weights = factor[first] * (part[6] + totals[first] * (by[first] - by[1 - first]))
-        of_entropy = factor[0] * (part[7] + totals[0] * by[0])
-        sums = sums + torch.cat([factor * totals, torch.stack([weights, of_entropy, *part[8:]])])
-    return torch.cat([tops, ids, sums])
+    parts = torch.stack([*of_parts])
+    tops, best = parts[:, :2].max(0)
+    ids, by, first = parts[:, 2:4].gather(0, best[None])[0], parts[:, :2] - tops, weighing or 0
+    factor, totals = by.exp(), parts[:, 4:6]
+    weights = factor[:, first] * (parts[:, 6] + totals[:, first] * (by[:, first] - by[:, 1 - first]))
+    of_entropy = factor[:, 0] * (parts[:, 7] + totals[:, 0] * by[:, 0])
+    sums = torch.cat([factor * totals, torch.stack([weights, of_entropy], 1), parts[:, 8:]], 1)
+    return torch.cat([tops, ids, sums.sum(0)])
 
 
 def _lowered(logits: Tensor, top: Tensor, factors: Factors) -> Tensor:
@@ -294,26 +301,21 @@ def _lowered(logits: Tensor, top: Tensor, factors: Factors) -> Tensor:
     return torch.sub(scaled(logits, *factors, memory), top[:, None], out=memory)
 
 
-def _log_p_of_mixture(log_ratio: Tensor, beta: float) -> Tensor:
-    """Returns log p / m of log q / p, in place."""
-    return log_ratio.clamp_(max=RATIO_MAX).expm1_().mul_(beta).log1p_().neg_()
-
-
 def _mixture_sums(
-    student: Tensor,
-    teacher: Tensor,
-    tops: Tensor,
-    totals: Tensor,
-    factors: tuple[Factors, Factors],
-    beta: float,
+    student: Tensor, teacher: Tensor, tops: Tensor, scales: Tensor, factors: tuple[Factors, Factors], beta: float
 ) -> Tensor:
-    """Returns the sums of beta q log q / m and of (1 - beta) p log p / m over a part, [2, n]."""
-    y, z = _lowered(student, tops[0], factors[0]), _lowered(teacher, tops[1], factors[1])
-    log_ratio = (z - y).add_((totals[0] / totals[1]).log()[:, None]).clamp_(max=RATIO_MAX)
-    of_mixture = _log_p_of_mixture(log_ratio.clone(), beta)
-    of_student = y.exp_().mul_(of_mixture).sum(-1) / totals[0]
-    of_teacher = z.exp_().mul_(log_ratio.add_(of_mixture)).sum(-1) / totals[1]
-    return torch.stack([beta * of_teacher, (1 - beta) * of_student])
+    """Returns the sums of beta q log q / m and of (1 - beta) p log p / m over a part, [2, n].
+
+    student, teacher: what `_sums` leaves; tops: the part's; scales: of e^y, probabilities are that times it.
+    """
+    probabilities = []
+    for left, top, its_scale, of_model in zip((student, teacher), tops, scales, factors, strict=True):
+        exponentials = _lowered(left, top, of_model).exp() if torch.compiler.is_compiling() else left
+        probabilities.append(exponentials.mul_(its_scale[:, None]).clamp_(min=LEAST))
+    p, q = probabilities
+    of_student = (q / p).sub_(1).mul_(beta).log1p_().mul_(p).sum(-1)
+    of_teacher = (p / q).sub_(1).mul_(1 - beta).log1p_().mul_(q).sum(-1)
+    return torch.stack([-beta * of_teacher, (beta - 1) * of_student])
 
 
 def _gradient(
@@ -350,11 +352,12 @@ def _gradient(
         gradient = y.exp_().mul_(factor if of_entropy is None else of_entropy.add_(factor))
         gradient.addcmul_(z.exp_(), (-divergence_grad / totals[1])[:, None])
     else:
-        z.sub_(y)
-        log_ratio = (totals[0] / totals[1]).log()[:, None]
-        g = z.neg_() if divergence == "reverse_kl" else _log_p_of_mixture(z.add_(log_ratio), beta).mul_(1 - beta)
+        g = z.sub_(y).neg_() if divergence == "reverse_kl" else z.exp_().mul_((totals[0] / totals[1])[:, None])
+        p = y.exp_().clamp_(min=LEAST)
+        if divergence == "jsd":
+            g.div_(p).sub_(1).mul_(beta).log1p_().mul_(beta - 1)
         g.mul_(of_divergence[:, None]).sub_((of_divergence * mean + logprob_grad / totals[0])[:, None])
-        gradient = (g if of_entropy is None else g.add_(of_entropy)).mul_(y.exp_())
+        gradient = (g if of_entropy is None else g.add_(of_entropy)).mul_(p)
     gradient = add_labels(gradient, column, label_grad)
     if slope is not None or scale != 1.0:
         gradient = gradient.mul_(scale if slope is None else slope)

@@ -150,9 +150,9 @@ def vocabulary_logprobs(
     return logprobs.view(labels.shape), entropies
 
 
-def columns_at_once(tokens: int, device: torch.device) -> int:
-    """Returns how many columns of the logits of so many tokens exist at a time."""
-    return max(CHUNK_COLUMNS[device.type], CHUNK_ELEMENTS // max(tokens, 1))
+def columns_at_once(tokens: int, device: torch.device, models: int = 1) -> int:
+    """Returns how many columns of the logits of so many tokens exist at a time, of each model."""
+    return max(CHUNK_COLUMNS[device.type], CHUNK_ELEMENTS // max(tokens, 1)) // models // ALIGNED * ALIGNED
 
 
 class _VocabularyLogprobs(torch.autograd.Function):
@@ -336,11 +336,12 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def vocabulary_parts(rows: int, columns: int) -> Iterator[slice]:
-    """Yields slices of the output matrix's rows (columns of the logits), at most `columns` each, of about equal size.
+    """Yields slices of rows, as of the output matrix (columns of the logits), at most `columns` each, about equal.
 
-    On GPUs products of matrices that do not begin at multiples of 16 bytes are slow: ends are multiples of ALIGNED.
+    Products are slow with widths that are no multiples of 16, and on GPUs with matrices that do not begin at multiples
+    of 16 bytes: ends are multiples of ALIGNED.
     """
-    width = -(-rows // max(1, -(-rows // columns)))
+    width = -(-rows // max(1, -(-rows // max(1, columns))))
     if columns % ALIGNED == 0:
         width = -(-width // ALIGNED) * ALIGNED
     for begin in range(0, rows, max(1, width)):
