@@ -36,7 +36,7 @@ from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.recipe.defaults import frozen_config, train_config
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.teachers import RanksTeacherConfig
-from megagrpo.weights.boxes import Box, Manifest, Placement, Storage
+from megagrpo.weights.boxes import Box, Fill, Manifest, Placement, Storage
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.files.loading import load_files
@@ -112,10 +112,11 @@ class RanksTeacher:
         role = "embedding" if self.architecture.tied_embeddings else "head"
         tensor = next(tensor for tensor in self.architecture.tensors() if tensor.role == role)
         hidden, count = self.architecture.hidden, max(0, min(rows, self.architecture.vocab - first))
-        weight = torch.zeros(rows, hidden, dtype=dtype, device=torch.cuda.current_device())
+        weight = torch.empty(rows, hidden, dtype=dtype, device=torch.cuda.current_device())
         storage = Storage("head", (rows, hidden), str(dtype).removeprefix("torch."))
         placed = Placement("head", (0, 0), (0, 1), Box(tensor.name, (first, 0), (count, hidden)))
-        held = Manifest("a teacher's output matrix", {"head": storage}, (placed,) if count else ())
+        fills = (Fill("head", (count, 0), (rows - count, hidden)),) if count < rows else ()
+        held = Manifest("a teacher's output matrix", {"head": storage}, (placed,) if count else (), fills)
         load_files(self._directory, held, {"head": weight}, self.architecture)
         return weight
 
@@ -210,10 +211,10 @@ class Teachers:
             def read(output: Tensor, response: ResponseTokens, number: int = number) -> Tensor:
                 if self._objective.in_loss:
                     return output[response.positions]
-                head = self._head(number, self._temperature)
-                where = response.positions, response.labels, response.kept
-                options = vars(head.scale) | {"entropy": False}
-                return kept_logprobs(output, *where, head.weight, shard(self._vocab(number)), **options)[0]
+                head, of = self._head(number, self._temperature), shard(self._vocab(number))
+                kept = response.kept and replace(response.kept, largest=min(response.kept.largest, of.vocab - 1))
+                where, options = (response.positions, response.labels, kept), vars(head.scale) | {"entropy": False}
+                return kept_logprobs(output, *where, head.weight, of, **options)[0]
 
             its = [_is_of(response, number) for response in batch.responses]
             if apart is not None:

@@ -327,16 +327,12 @@ def _teaching(case: Case, responses: float, minibatch: BatchSize) -> tuple[Secon
             passes |= _named(f"teacher {name}", TrainingRanks(of).forward_seconds(read))
     if algorithm.distillation is not None and not advises:
         head, objective = TrainingRanks(case).head_seconds, algorithm.distillation.objective
-        whole = 0  # passes through the output layers beyond those of the top k
-        if isinstance(objective, FullVocabularyConfig):
-            whole = 1 + (objective.divergence == "jsd")  # it makes all logits twice before the backward pass
-        own = head(FORWARD, minibatch) if whole > 1 else 0.0
         if recipe.rollout.narrowing:  # the rewards' loss has logits of its own
-            own += head(FORWARD if recipe.teachers_alone else training_products(recipe.train), minibatch)
-        update |= {"divergence: output layer": own} if own else {}
+            own = head(FORWARD if recipe.teachers_alone else training_products(recipe.train), minibatch)
+            update["divergence: output layer"] = own
         for name, of in heads_again(case).items():  # at its own rows, as if all had equally many
             once = TrainingRanks(of).head_seconds(FORWARD, minibatch.share(1 / len(recipe.teachers)))
-            update[f"teacher {name}: output layer"] = (1 + whole) * once
+            update[f"teacher {name}: output layer"] = (1 + isinstance(objective, FullVocabularyConfig)) * once
     return passes, update
 
 

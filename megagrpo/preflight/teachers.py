@@ -104,8 +104,8 @@ def _sizes(directory: Path) -> dict[str, Any]:
 
 
 def _other_tokens(name: str, ours: Path, theirs: Path) -> Iterator[Problem]:
-    """Yields a problem with the first id that is another token to the teacher, or with the last one, for which the
-    teacher has no weights. Raises ModelError."""
+    """Yields a problem with the first id that is another token to the teacher, or with one for which it has no weights.
+    Raises ModelError."""
     if not has_tokenizer(theirs):
         yield problem("teacher_without_tokenizer", name=name, directory=theirs)
         return

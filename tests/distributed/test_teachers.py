@@ -317,6 +317,24 @@ def test_a_teachers_logprobs_are_those_of_its_tokens_alone(offload, reads_more, 
     assert (outside[0] < 0.3 * inside[0]) if offload else outside == inside
 
 
+def test_a_teacher_with_fewer_ids_is_read_over_the_kept_ids_that_it_has(case, tiny: Tiny):
+    vocab, sequences, wanted = VOCAB - 8, [], []
+    small = tiny("llama", vocab_size=vocab)
+    model = load_reference(small)
+    for sequence in case.sequences:
+        sequences.append(narrowed(replace(sequence, tokens=sequence.tokens % vocab, teacher=ON_RANKS)))
+        kept, mask = sequences[-1].kept, sequence.loss_mask[1:]
+        with torch.no_grad():
+            log_q = logprobs_of(model, sequences[-1].tokens, TEMPERATURE)[mask]
+        sets = np.split(kept.ids, kept.ends[:-1])
+        for of_token, label, ids in zip(log_q, sequences[-1].tokens[1:][mask], sets, strict=True):
+            wanted.append(float(of_token[label] - of_token[torch.from_numpy(ids[ids < vocab]).long()].logsumexp(0)))
+    assert max(one.kept.ids.max() for one in sequences) >= vocab
+    recipe = recipe_of(ParallelLayout(tensor=2), {"name": "sampled_token"}, rewards=True)
+    results = on_ranks(teacher_logprobs, recipe, replace(case, sequences=sequences), recipe, small)
+    np.testing.assert_allclose(of_all_tokens(numbers for numbers, *_ in results), wanted, atol=3e-6)
+
+
 def with_batches(
     rank: TrainRank,
     batch: RankBatch,
@@ -388,9 +406,9 @@ def test_given_responses_add_their_divergence_and_reach_no_other_term_correction
 
 def beside_the_start(
     rank: TrainRank, batch: RankBatch, advantages: Any, recipes: Mapping[str, Recipe], directory: Path
-) -> dict[str, tuple[Any, Any]]:
+) -> tuple[dict[str, tuple[Any, Any]], float]:
     """Divergences and agreements of a policy that has moved, from its start: by the reference, and by the same model on
-    the ranks."""
+    the ranks. And the reference's share of the policy's weights."""
     rank.load_batch(batch)
     rank.compute_old_logprobs()
     rank.update(advantages, LR, 0.0, step=1)
@@ -404,7 +422,8 @@ def beside_the_start(
         rank.release(["reference"] if "reference" in recipe.train.offload else [])
         compute_gradients(rank, np.zeros_like(advantages))
         found[name] = rank.token_divergence(), rank.token_agreement()
-    return found
+    weights = [weight for chunk in rank.policy.chunks for weight in chunk.parameters()]
+    return found, sum(one.numel() for one in rank.policy.reference.weights) / sum(one.numel() for one in weights)
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}])
@@ -418,7 +437,9 @@ def test_a_reference_teaches_as_the_model_that_it_was(lora, case_of: CaseOf):
         name: make_recipe(ParallelLayout(tensor=2), algorithm=algorithm, teachers={"start": kind}, train=train)
         for name, kind in kinds.items()
     }
-    results = on_ranks(beside_the_start, recipes["the reference"], case, recipes, case.directory)
+    answers = on_ranks(beside_the_start, recipes["the reference"], case, recipes, case.directory)
+    results, shares = zip(*answers, strict=True)
+    assert max(shares) < 0.1 if lora else shares == (1, 1)
     figures = {
         name: [of_all_tokens(parts) for parts in zip(*(result[name] for result in results), strict=True)]
         for name in kinds

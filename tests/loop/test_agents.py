@@ -57,7 +57,7 @@ def numbers(run: Path) -> dict[int, dict[str, float]]:
 
 
 def require_whole(run: Path, steps: Iterable[int] = STEPS) -> None:
-    """Checks that the trained samples are conversations of two turns in one branch, or of a further one in another."""
+    """Checks that trained samples are conversations of two turns in one branch, or have a further one in another."""
     for step in steps:
         for group in read_batch(run, step).sampled.groups:
             assert len(group.samples) == 4

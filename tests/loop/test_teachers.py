@@ -184,7 +184,8 @@ def test_a_run_with_teachers_on_its_ranks_continues_and_is_replayed_with_the_sam
     inputs: Path, tmp_path: Path, ray: Mapping[str, str]
 ) -> None:
     """Rows of one source learn from another model in its own layout, others from the policy's average; both read a
-    system message. Half of the first have given responses, some of them longer than sampled ones may be."""
+    system message. Half of the first have given responses, some of them longer than sampled ones may be. The policy has
+    adapters, and kept sets."""
     rows = pq.read_table(inputs / "train.parquet").to_pylist()
     sources = [
         row | {"data_source": ("sums", "others")[at % 2], "answer": f"={at * 10**at}" if at % 2 == 0 else None}
@@ -206,6 +207,8 @@ def test_a_run_with_teachers_on_its_ranks_continues_and_is_replayed_with_the_sam
     values["algorithm"]["distillation"]["given_responses"] = {"share": 0.5, "column": "answer"}
     values["algorithm"]["correction"] = {"weights": {"name": "sequence"}}
     values["checkpoint"] |= {"keep_batches": small_run.STEPS}
+    values["train"]["lora"] = {"rank": 4, "alpha": 8}
+    values["rollout"]["top_p"] = 0.9
     small_run.train(small_run.write(values, tmp_path), environment=ray)
     directory = tmp_path / "taught"
     whole = small_run.metrics(directory)

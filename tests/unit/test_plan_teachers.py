@@ -122,8 +122,7 @@ def test_a_teachers_pass_takes_the_time_of_its_own_architecture_and_its_head_onc
     assert after["update"]["teacher big: output layer"] == pytest.approx(2 * flops / speed)
     once = before["update"]["output layer"] / 4
     mixed = training_phases(planned(ranks(), FULL | {"divergence": "jsd"}))["update"]
-    assert mixed["teacher big: output layer"] == pytest.approx(3 * flops / speed)
-    assert mixed["divergence: output layer"] == pytest.approx(once)
+    assert mixed == after["update"]
     for more, products in (({}, 4), ({"reward": {}}, 1)):
         narrowed = training_phases(planned(ranks(), FULL, rollout__top_k=20, **more))["update"]
         assert narrowed["divergence: output layer"] == pytest.approx(products * once)
