@@ -330,9 +330,13 @@ def test_a_teacher_with_fewer_ids_is_read_over_the_kept_ids_that_it_has(case, ti
         for of_token, label, ids in zip(log_q, sequences[-1].tokens[1:][mask], sets, strict=True):
             wanted.append(float(of_token[label] - of_token[torch.from_numpy(ids[ids < vocab]).long()].logsumexp(0)))
     assert max(one.kept.ids.max() for one in sequences) >= vocab
-    recipe = recipe_of(ParallelLayout(tensor=2), {"name": "sampled_token"}, rewards=True)
-    results = on_ranks(teacher_logprobs, recipe, replace(case, sequences=sequences), recipe, small)
-    np.testing.assert_allclose(of_all_tokens(numbers for numbers, *_ in results), wanted, atol=3e-6)
+    case = replace(case, sequences=sequences)
+    for own in (None, ParallelLayout(data=2)):
+        recipe = recipe_of(ParallelLayout(tensor=2), {"name": "sampled_token"}, rewards=True, own=own)
+        apart = batches_of_teachers(recipe, make_batches(recipe, case), TOKENS)
+        assert (apart["on_ranks"] is None) == (own is None)
+        results = on_ranks(teacher_logprobs, recipe, case, recipe, small, apart)
+        np.testing.assert_allclose(of_all_tokens(numbers for numbers, *_ in results), wanted, atol=3e-6)
 
 
 def with_batches(
