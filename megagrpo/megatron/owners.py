@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.batching.rank_batches import RankBatch
+from megagrpo.batching.rank_batches import Microbatch
 from megagrpo.errors import REPORT, Problem, RankError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.megatron.batch import ResponseTokens
@@ -22,24 +22,21 @@ def keys_of(tokens: Sequence[ResponseTokens], device: torch.device) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *keys])
 
 
-def owners_of(batch: RankBatch, tokens: Sequence[ResponseTokens], device: torch.device) -> Tensor:
-    """Returns the data rank of the policy that trains on each response token of a batch: int64 [tokens]."""
-    micros = [micro for minibatch in batch.minibatches for micro in minibatch]
-    parts = [torch.empty(0, dtype=torch.int64, device=device)]
-    for micro, of_micro in zip(micros, tokens, strict=False):  # no tokens on ranks without logits
-        parts.append(torch.tensor([one.data_rank for one in micro.sequences], device=device)[of_micro.sequences.index])
-    return torch.cat(parts)
+def owners_of(micro: Microbatch, tokens: Sequence[ResponseTokens], device: torch.device) -> Tensor:
+    """Returns the data rank of the policy that trains on each response token of a microbatch, int64 [tokens]; none on
+    ranks without logits."""
+    of_sequences = torch.tensor([sequence.data_rank for sequence in micro.sequences], dtype=torch.int64, device=device)
+    return torch.cat([of_sequences[:0], *(of_sequences[one.sequences.index] for one in tokens)])
 
 
 def to_owners(
-    values: Tensor, keys: Tensor, owners: Tensor, wanted: Tensor, layout: ParallelLayout, tensor_ranks: Collection[int]
-) -> Tensor:
-    """Returns what any rank found for the tokens that this one trains on: [wanted tokens, width]. Collective.
+    values: Tensor, keys: Tensor, owners: Tensor, layout: ParallelLayout, tensor_ranks: Collection[int]
+) -> tuple[Tensor, Tensor]:
+    """Sends results to the ranks of the policy's last stage that train on the tokens, among `tensor_ranks` of it.
+    Returns what this rank gets, and its keys. Collective over all ranks.
 
-    Each rank sends to the ranks of the policy's last stage that train on its tokens, among `tensor_ranks` of it:
-    context ranks get whole sequences, others nothing that they do not need.
-    values: [tokens, width] of this rank's pass, of tokens with these keys and owners, int64 [tokens]; wanted: int64
-    [wanted tokens], keys; layout: the policy's. Raises RankError if no rank has sent one.
+    Context ranks get whole sequences, others nothing that they do not need. values: [tokens, width], of tokens with
+    these keys and owners, int64 [tokens]; layout: the policy's.
     """
     by_data_rank = [(owners == data).nonzero()[:, 0] for data in range(layout.data)]
     gets = [at.pipeline == layout.pipeline - 1 and at.tensor in tensor_ranks for at in rank_grid(layout)]
@@ -49,8 +46,13 @@ def to_owners(
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts)
     splits = received.tolist(), sizes
-    keys, order = _exchanged(keys[sent], *splits).sort()
-    values = _exchanged(values[sent].view(torch.uint8), *splits).view(values.dtype)
+    of_values = _exchanged(values[sent].view(torch.uint8), *splits).view(values.dtype)
+    return of_values, _exchanged(keys[sent], *splits)
+
+
+def of_tokens_wanted(values: Tensor, keys: Tensor, wanted: Tensor) -> Tensor:
+    """Returns the rows of `values` for these keys, int64 [wanted tokens]. Raises RankError if one is not there."""
+    keys, order = keys.sort()
     at = torch.searchsorted(keys, wanted)
     if len(wanted) and (int(at.max()) == len(keys) or not torch.equal(keys[at], wanted)):
         given, needed = f"results for {len(keys)} tokens", f"those of {len(wanted)} others, too"

@@ -29,7 +29,7 @@ from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_l
 from megagrpo.megatron.kept_head import kept_logprobs
 from megagrpo.megatron.model import build_chunks, named_tensors, read_tokens, unwrapped
 from megagrpo.megatron.offload import HostMemory
-from megagrpo.megatron.owners import keys_of, owners_of, to_owners
+from megagrpo.megatron.owners import keys_of, of_tokens_wanted, owners_of, to_owners
 from megagrpo.megatron.process import further_groups, in_groups
 from megagrpo.megatron.state import parameters_of
 from megagrpo.megatron.trained_model import TrainedModel
@@ -322,15 +322,17 @@ class Teachers:
         model: RanksTeacher | TrainedModel = self._models.get(self._numbers[name], self._policy)
         layout, where, own = model.layout, model.where, self._policy.layout
         weight = next(self._policy.chunks[0].parameters())
-        batch, device = batches[where.data], weight.device
-        last = where.pipeline == layout.pipeline - 1
+        batch, device, last = batches[where.data], weight.device, where.pipeline == layout.pipeline - 1
         tensors = as_tensors(batch, layout, where.context, device, has_logits=last, at_once=1)
-        found = self._pass(name, tensors, lambda output, response: output[response.positions])
-        values = torch.cat([weight.new_empty(0, model.architecture.hidden), *found])
-        of_found = keys_of(tensors.responses, device), owners_of(batch, tensors.responses, device)
-        wanted = keys_of(responses, device)[torch.cat([torch.empty(0, dtype=torch.bool, device=device), *its])]
-        sends = range(where.tensor, own.tensor, layout.tensor)
-        hidden = to_owners(values, *of_found, wanted, own, sends).split([int(of.sum()) for of in its])
+        found, parts = [*self._pass(name, tensors, lambda output, response: output[response.positions])], []
+        for index, micro in enumerate(micro for minibatch in batch.minibatches for micro in minibatch):
+            tokens = tensors.responses[index : index + 1]
+            values = found.pop(0) if found else weight.new_empty(0, model.architecture.hidden)
+            of_values = keys_of(tokens, device), owners_of(micro, tokens, device)
+            parts.append(to_owners(values, *of_values, own, range(where.tensor, own.tensor, layout.tensor)))
+        values, keys = (torch.cat(each) for each in zip(*parts, strict=True))
+        wanted = keys_of(responses, device)[torch.cat([keys[:0].bool(), *its])]
+        hidden = of_tokens_wanted(values, keys, wanted).split([int(of.sum()) for of in its])
         made = []
         for response, of_teacher, values in zip(responses, its, hidden, strict=True):
             positions = (of_teacher.cumsum(0) - 1).where(of_teacher, len(values))

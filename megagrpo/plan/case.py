@@ -10,7 +10,7 @@ from functools import cached_property
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, rank_grid
-from megagrpo.plan.assumptions import Assumptions, Lengths, lengths_of
+from megagrpo.plan.assumptions import Assumptions, Lengths, lengths_of, longest_sequence, minibatch_sequences
 from megagrpo.recipe.defaults import DevicePlan, dtype_name, plan_devices, train_config
 from megagrpo.recipe.kernels import Attention, Capability, Installed, Layers, attention_of, layers_on
 from megagrpo.recipe.schema import AnyRecipe, Recipe
@@ -205,6 +205,16 @@ class Case:
     @cached_property
     def layout(self) -> ParallelLayout:
         return self.recipe.train.layout.parallel()
+
+    @property
+    def rank_sequences(self) -> int:
+        """Returns the sequences of a data rank in a minibatch."""
+        return -(-minibatch_sequences(self.recipe) // self.layout.data)
+
+    @property
+    def rank_tokens(self) -> int:
+        """Returns the tokens of a rank in a minibatch."""
+        return -(-self.rank_sequences * longest_sequence(self.recipe) // self.layout.context)
 
     @cached_property
     def device_plan(self) -> DevicePlan:

@@ -15,7 +15,7 @@ from itertools import chain
 
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.activations import RankPass
-from megagrpo.plan.assumptions import longest_sequence, minibatch_sequences, sampled_tokens_max
+from megagrpo.plan.assumptions import longest_sequence, sampled_tokens_max
 from megagrpo.plan.case import Case
 from megagrpo.plan.engine import GIB, MIB, EngineMemory
 from megagrpo.plan.other_models import (
@@ -276,7 +276,7 @@ def pass_of(case: Case) -> RankPass:
         layout,
         arch.hidden,
         case.item_bytes,
-        min(train.tokens_per_microbatch, _rank_tokens(case)),
+        min(train.tokens_per_microbatch, case.rank_tokens),
         longest,
         case.device,
         case.fused_layers,
@@ -289,20 +289,10 @@ def pass_of(case: Case) -> RankPass:
     )
 
 
-def _rank_sequences(case: Case) -> int:
-    """Returns the sequences of a data rank in a minibatch."""
-    return -(-minibatch_sequences(case.recipe) // case.layout.data)
-
-
-def _rank_tokens(case: Case) -> int:
-    """Returns the tokens of a rank in a minibatch."""
-    return -(-_rank_sequences(case) * longest_sequence(case.recipe) // case.layout.context)
-
-
 def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
     """Returns all parts of a training rank of pipeline stage `index`, by phase."""
     recipe, arch, layout, train = case.recipe, case.architecture, case.layout, case.recipe.train
-    stage, sequences, work = stages(len(arch.layers), layout)[index], _rank_sequences(case), pass_of(case)
+    stage, sequences, work = stages(len(arch.layers), layout)[index], case.rank_sequences, pass_of(case)
     phases: Sequence[str] = ("update",)
     movable: tuple[str, ...] = ()  # what lowers parts that can be away; engines on devices of their own need no room
     if isinstance(recipe, Recipe):
@@ -317,7 +307,7 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
         for of in (case, *teacher_cases(case).values()):
             its_stages, its = stages(len(of.architecture.layers), of.layout), of.recipe.train
             tokens = its.logprob_tokens_per_microbatch or its.tokens_per_microbatch
-            passed = replace(pass_of(of), tokens=min(tokens, _rank_tokens(of)))
+            passed = replace(pass_of(of), tokens=min(tokens, of.rank_tokens))
             for number in stages_within(case, index, of.layout):
                 without = max(without, _without_gradients(train, passed, its_stages[number]), key=_sum)
         without = without + served
@@ -330,7 +320,7 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
     away = {"rollout": offload, "weight_sync": offload - {"parameters"}, "update": offload & {"reference"}}
     sync = list(_sync_parts(case, index, sizes["parameters"]))
     besides = {"weight_sync": batch + sync, "logprobs": batch + without, "update": batch + with_gradients}
-    parts_of, teachers = {}, list(_teacher_parts(case, index, stage, sequences))
+    parts_of, teachers = {}, list(_teacher_parts(case, index, stage))
     for phase in phases:
         parts = [part for part in resting.get(phase, models) if part.name not in away.get(phase, ())]
         parts += [part for part, of_phases in teachers if phase in of_phases]
@@ -381,7 +371,7 @@ def _batch(case: Case, stage: Stage, sequences: int) -> Iterator[Part]:
         yield Part("kept sets", responses * of_token, ("rollout.top_k", "train.layout.context", *lowered))
 
 
-def _teacher_parts(case: Case, index: int, stage: Stage, sequences: int) -> Iterator[tuple[Part, Sequence[str]]]:
+def _teacher_parts(case: Case, index: int, stage: Stage) -> Iterator[tuple[Part, Sequence[str]]]:
     """Yields what teachers hold on a rank, each with its phases: weights; and for a divergence in the loss, hidden
     states of the step's response tokens and a chunk of logits."""
     for name, held in teacher_bytes(case, index).items():
@@ -391,13 +381,22 @@ def _teacher_parts(case: Case, index: int, stage: Stage, sequences: int) -> Iter
         yield part, ("logprobs",) if moves else PHASES
         if moves and stage.head:  # its output matrix stays
             yield replace(part, bytes=output_bytes(case, name, index)), ("rollout", "update", "weight_sync")
+        of = teacher_cases(case)[name]
+        if own and of.layout.pipeline - 1 in stages_within(case, index, of.layout):
+            part = Part(f"hidden states of teacher {name}", _hidden_bytes(of), (f"teachers.{name}.layout",))
+            yield part, ("logprobs",)
     if stage.head and (again := heads_again(case)):
-        recipe, models = case.grpo, again.values()
-        tokens = min(_rank_tokens(case), sequences * sampled_tokens_max(recipe)) * recipe.algorithm.minibatches
-        hidden = tokens * sum(of.architecture.hidden for of in models) * case.item_bytes
+        models = again.values()
+        hidden = sum(map(_hidden_bytes, models))
         yield Part("teachers' hidden states", hidden, ("train.layout.data", "rollout.prompts_per_step")), PHASES[1:3]
         logits = max((work := pass_of(of)).logits_bytes(work.tokens, gradients=False, entropy=False) for of in models)
         yield Part("teachers' logits", logits, ("train.tokens_per_microbatch", "train.layout.tensor")), ("update",)
+
+
+def _hidden_bytes(case: Case) -> int:
+    """Returns the bytes of a step's hidden states before response tokens on a rank."""
+    responses = min(case.rank_tokens, case.rank_sequences * sampled_tokens_max(case.grpo))
+    return responses * case.grpo.algorithm.minibatches * case.architecture.hidden * case.item_bytes
 
 
 def times_packed(train: TrainConfig) -> int:

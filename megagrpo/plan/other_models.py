@@ -119,10 +119,11 @@ def lines_of_teachers(case: Case) -> Iterator[tuple[str, str]]:
             text = f"{teacher.path} ({teacher.engine}) on {devices}{weights}, in all phases"
         elif isinstance(teacher, RanksTeacherConfig):
             largest = max((of_stage[name] for of_stage in held if name in of_stage), default=0)
-            where = f" ({teacher.layout.parallel()})" if teacher.layout else ""
-            text = (
-                f"{teacher.path} on the training ranks{where}, {byte_text(largest)} of weights on each, in all phases"
-            )
+            where, arch = "the training ranks", case.teachers.get(name)
+            if teacher.layout is not None:
+                layout = teacher.layout.parallel()
+                where += f" ({layout if arch and arch.experts else replace(layout, expert_tensor=1)})"
+            text = f"{teacher.path} on {where}, {byte_text(largest)} of weights on each, in all phases"
             if teacher.offload:
                 seconds = second_text(largest / case.assumptions.host_bytes_per_second)
                 text = text.replace("in all phases", f"there in its pass alone: its way takes {seconds} of a step")

@@ -86,7 +86,11 @@ def test_a_teacher_in_its_own_layout_is_cut_by_it_and_its_output_matrix_by_the_p
     whole = rank_parameters(teacher, ParallelLayout(**own), 0, same.fused_layers).total
     head = teacher.padded_vocab(4) // 4 * teacher.hidden
     assert [held(plan, stage)["update"]["teacher big"] for stage in (0, 1)] == [2 * whole, 2 * (whole + head)]
-    assert "on the training ranks (tensor 8 x expert_tensor 8 x data 2)" in plan.summary["teacher big"]
+    assert "on the training ranks (tensor 8 x data 2)" in plan.summary["teacher big"]
+    rollout = plan.grpo.rollout
+    responses = rollout.prompts_per_step * rollout.samples_per_prompt // own["data"]
+    passed = responses * rollout.response_tokens_max * teacher.hidden * 2
+    assert {held(plan, stage)["logprobs"]["hidden states of teacher big"] for stage in (0, 1)} == {passed}
     of_pass = [training_phases(one)["logprobs"]["teacher big: matrix products"] for one in (plan, same)]
     assert of_pass[0] == pytest.approx(of_pass[1], rel=0.2)
 
