@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class RankCoordinates:
     expert_data: int
 
 
+@lru_cache(maxsize=64)
 def rank_grid(layout: ParallelLayout) -> tuple[RankCoordinates, ...]:
     """Returns coordinates of every rank, in Megatron's default order: tensor fastest, then context, data, pipeline.
 

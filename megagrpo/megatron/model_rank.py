@@ -53,8 +53,8 @@ class ModelRank:
         cluster, train = recipe.cluster, train_config(recipe)
         process.start(rank, self.layout.ranks, meeting, device, cluster.start_timeout_seconds)
         # Models are loaded together as well. The driver ends a phase of a step that is too long, and names its ranks.
-        deadline = max(cluster.start_timeout_seconds, cluster.step_timeout_seconds)
-        process.start_parallel(self.layout, recipe.seed, deadline)
+        self.timeout_seconds = max(cluster.start_timeout_seconds, cluster.step_timeout_seconds)
+        process.start_parallel(self.layout, recipe.seed, self.timeout_seconds)
         self.device = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
         self.dtype: torch.dtype = getattr(torch, dtype_name(recipe, self.device.type))
         if self.device.type == "cuda" and train.recomputed.modules & COMPILED:

@@ -1,4 +1,4 @@
-"""Results of a pass over batches that training does not have, brought to the ranks that train on the tokens."""
+"""The results of a teacher's pass over its own batches, sent to the ranks that train on the tokens."""
 
 from __future__ import annotations
 
@@ -38,10 +38,12 @@ def to_owners(
     Context ranks get whole sequences, others nothing that they do not need. values: [tokens, width], of tokens with
     these keys and owners, int64 [tokens]; layout: the policy's.
     """
-    by_data_rank = [(owners == data).nonzero()[:, 0] for data in range(layout.data)]
-    gets = [at.pipeline == layout.pipeline - 1 and at.tensor in tensor_ranks for at in rank_grid(layout)]
-    chosen = [by_data_rank[at.data] if get else owners[:0] for at, get in zip(rank_grid(layout), gets, strict=True)]
-    sizes, sent = [len(of_rank) for of_rank in chosen], torch.cat(chosen)
+    by_data_rank = owners.argsort(stable=True).split(owners.bincount(minlength=layout.data).tolist())
+    chosen = []
+    for at in rank_grid(layout):
+        gets = at.pipeline == layout.pipeline - 1 and at.tensor in tensor_ranks
+        chosen.append(by_data_rank[at.data] if gets else owners[:0])
+    sizes, sent = [*map(len, chosen)], torch.cat(chosen)
     counts = torch.tensor(sizes, device=keys.device)
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts)
@@ -56,7 +58,7 @@ def of_tokens_wanted(values: Tensor, keys: Tensor, wanted: Tensor) -> Tensor:
     at = torch.searchsorted(keys, wanted)
     if len(wanted) and (int(at.max()) == len(keys) or not torch.equal(keys[at], wanted)):
         given, needed = f"results for {len(keys)} tokens", f"those of {len(wanted)} others, too"
-        raise RankError(Problem("a pass over another batch", given, needed, REPORT))
+        raise RankError(Problem("a teacher's pass over its own batch", given, needed, REPORT))
     return values[order[at]]
 
 

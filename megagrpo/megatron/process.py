@@ -105,7 +105,7 @@ Groups = Mapping[str, Any]
 
 
 def further_groups(layout: ParallelLayout, timeout_seconds: float) -> Groups:
-    """Makes groups of the same ranks for another layout, for `in_groups`. As start_parallel, after it."""
+    """Makes groups of the same ranks for another layout, for `in_groups`. Raises as start_parallel, which is first."""
     own = _groups()
     parallel_state.destroy_model_parallel()  # it forgets groups, and ends none
     _make_groups(layout, timeout_seconds)
@@ -126,7 +126,9 @@ def in_groups(groups: Groups) -> Iterator[None]:
 
 
 def _groups() -> Groups:
-    return {name: value for name, value in vars(parallel_state).items() if re.fullmatch(r"_[A-Z_]+", name)}
+    """Returns what belongs to a layout: Megatron's buffer, which passes of all models can have in turn, does not."""
+    names = (name for name in vars(parallel_state) if re.fullmatch(r"_[A-Z_]+", name) and "BUFFER" not in name)
+    return {name: getattr(parallel_state, name) for name in names}
 
 
 def compile_storage_sharing() -> None:

@@ -42,7 +42,7 @@ from megagrpo.megatron.teacher import RanksTeacher, Teachers
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.processes.store import StoreAddress
 from megagrpo.rank_results import CriticMetrics, StepMetrics, TokenFigures, TokenNumbers
-from megagrpo.recipe.defaults import read_by, replayed_routes, train_config
+from megagrpo.recipe.defaults import replayed_routes, train_config
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import critic_of
@@ -105,8 +105,8 @@ class TrainRank(ModelRank):
 
     def add_teacher(self, name: str, directory: str) -> None:
         """Builds a teacher of kind ranks and loads it. Raises ModelError or RecipeError."""
-        of_policy = read_by(self.recipe, name), self.policy, self.dtype, self.device.type
-        self.teachers.add(name, RanksTeacher(directory, name, *of_policy))
+        of_rank = self.policy, self.device.type, self.timeout_seconds
+        self.teachers.add(name, RanksTeacher(directory, name, self.recipe, *of_rank))
 
     # --- the step -----------------------------------------------------------------------------------------------------
 

@@ -33,9 +33,8 @@ from megagrpo.megatron.owners import keys_of, of_tokens_wanted, owners_of, to_ow
 from megagrpo.megatron.process import further_groups, in_groups
 from megagrpo.megatron.state import parameters_of
 from megagrpo.megatron.trained_model import TrainedModel
-from megagrpo.recipe.defaults import frozen_config, train_config
+from megagrpo.recipe.defaults import dtype_name, frozen_config, recipe_for_teacher, train_config
 from megagrpo.recipe.schema import Recipe
-from megagrpo.recipe.schema.teachers import RanksTeacherConfig
 from megagrpo.weights.boxes import Box, Fill, Manifest, Placement, Storage
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
@@ -62,6 +61,7 @@ class Head:
 
 
 def head_scale(architecture: Architecture, temperature: float) -> HeadScale:
+    """Makes the factors of a model's logits."""
     return HeadScale(architecture.logit_scale, architecture.logit_cap, temperature)
 
 
@@ -73,17 +73,18 @@ class RanksTeacher:
     """
 
     def __init__(
-        self, directory: str, name: str, read_by: Recipe, policy: TrainedModel, dtype: torch.dtype, device: str
+        self, directory: str, name: str, recipe: Recipe, policy: TrainedModel, device: str, timeout_seconds: float
     ) -> None:
         """Builds this rank's part and loads it. Collective over all ranks. Raises ModelError or RecipeError.
 
-        read_by: the recipe as this teacher passes over a step."""
+        timeout_seconds: of collective operations, if it has a layout of its own."""
         self.architecture, self._directory = read_architecture(directory), directory
-        self.layout, of_policy = read_by.train.layout.parallel(), policy.layout
-        self.where = rank_grid(self.layout)[policy.where.rank]
-        own = self.layout != of_policy
-        self._groups = further_groups(self.layout, read_by.cluster.step_timeout_seconds) if own else {}
-        train = frozen_config(train_config(read_by), self.architecture)
+        its_recipe, of_policy = recipe_for_teacher(recipe, name), policy.layout
+        self.layout = its_recipe.train.layout.parallel()
+        self.where, apart = rank_grid(self.layout)[policy.where.rank], self.layout != of_policy
+        self._groups = further_groups(self.layout, timeout_seconds) if apart else {}
+        dtype: torch.dtype = getattr(torch, dtype_name(recipe, device))
+        train = frozen_config(train_config(its_recipe), self.architecture)
         config = transformer_config(self.architecture, train, dtype, device)
         side = TE_SPEC if config.transformer_impl == "transformer_engine" else LOCAL_SPEC
         with in_groups(self._groups):
@@ -97,14 +98,13 @@ class RanksTeacher:
         if policy.where.pipeline == of_policy.pipeline - 1:
             rows = policy.architecture.padded_vocab(of_policy.tensor) // of_policy.tensor
             fits = of_policy.tensor == 1 or self.architecture.padded_vocab(of_policy.tensor) == rows * of_policy.tensor
-            if fits and not own:
+            if fits and not apart:
                 self._weight = output_weight(unwrapped(self.chunks[-1]))
             else:
                 self._weight = self._rows(policy.where.tensor * rows, rows, dtype)
         self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
         """Storages that are in host memory but inside of `here`, and their bytes there."""
-        config_of = read_by.teachers[name]
-        if isinstance(config_of, RanksTeacherConfig) and config_of.offload:
+        if getattr(recipe.teachers[name], "offload", False):
             self._move_to_host()
 
     def _rows(self, first: int, rows: int, dtype: torch.dtype) -> Tensor:
@@ -122,13 +122,16 @@ class RanksTeacher:
 
     def _move_to_host(self) -> None:
         kept = None if self._weight is None else self._weight.untyped_storage()
-        storages = dict.fromkeys(tensor.untyped_storage() for tensor in parameters_of(self.chunks).values())
-        for storage in (one for one in storages if one != kept):
-            there = _bytes_of(storage)
-            here = HostMemory(len(there), pinned=there.is_cuda).bytes if len(there) else torch.empty(0)
-            here.copy_(there)
+        found = dict.fromkeys(tensor.untyped_storage() for tensor in parameters_of(self.chunks).values())
+        storages = [storage for storage in found if len(storage) and storage != kept]
+        if not storages:
+            return
+        self._memory = HostMemory(sum(map(len, storages)), pinned=storages[0].device.type == "cuda")
+        for storage, here in zip(storages, self._memory.bytes.split([*map(len, storages)]), strict=True):
+            here.copy_(_bytes_of(storage))
             self._away.append((storage, here))
             storage.resize_(0)
+        torch.cuda.empty_cache()
 
     @contextmanager
     def here(self) -> Iterator[None]:
@@ -139,8 +142,9 @@ class RanksTeacher:
         yield
         if self._away:
             torch.cuda.synchronize()
-        for storage, _ in self._away:
-            storage.resize_(0)
+            for storage, _ in self._away:
+                storage.resize_(0)
+            torch.cuda.empty_cache()
 
     def read_tokens(self, batch: Batch, read: Callable[[Tensor, ResponseTokens], Tensor]) -> TokenTensors:
         """Runs a pass over the batch, as model.read_tokens. Raises RankError for an id that its vocabulary lacks."""
@@ -192,6 +196,7 @@ class Teachers:
     def add(self, name: str, teacher: RanksTeacher) -> None:
         self._models[self._numbers[name]] = teacher
 
+    @torch.no_grad()
     def read(
         self,
         batches: Mapping[str, Sequence[RankBatch] | None],
@@ -218,12 +223,11 @@ class Teachers:
 
             its = [_is_of(response, number) for response in batch.responses]
             if apart is not None:
-                found = self._pass_apart(name, apart, batch.responses, its, read)
-            elif self._objective.in_loss or number in self._models or of_reference is None:
-                found = self._pass(name, batch, read)
+                own = self._pass_apart(name, apart, batch.responses, its, read)
             else:
-                found = of_reference
-            own = tuple(values[of_teacher] for values, of_teacher in zip(found, its, strict=True))
+                known = None if self._objective.in_loss or number in self._models else of_reference
+                found = self._pass(name, batch, read) if known is None else known
+                own = tuple(values[of_teacher] for values, of_teacher in zip(found, its, strict=True))
             for response, of_teacher, values in zip(batch.responses, its, own, strict=True):
                 _require_finite(name, response, of_teacher, values)
             if self._objective.in_loss:
@@ -317,10 +321,10 @@ class Teachers:
         read: Callable[[Tensor, ResponseTokens], Tensor],
     ) -> TokenTensors:
         """Runs a pass over a teacher's own batches, and brings its hidden states to the ranks that train on the tokens.
-        Returns what `read` makes of them for all `responses`; of tokens that are not `its`, something.
+        Returns for the tokens that are `its`, of each of the `responses`, hidden states or what `read` makes of them.
         """
         model: RanksTeacher | TrainedModel = self._models.get(self._numbers[name], self._policy)
-        layout, where, own = model.layout, model.where, self._policy.layout
+        layout, where, of_policy = model.layout, model.where, self._policy.layout
         weight = next(self._policy.chunks[0].parameters())
         batch, device, last = batches[where.data], weight.device, where.pipeline == layout.pipeline - 1
         tensors = as_tensors(batch, layout, where.context, device, has_logits=last, at_once=1)
@@ -329,14 +333,18 @@ class Teachers:
             tokens = tensors.responses[index : index + 1]
             values = found.pop(0) if found else weight.new_empty(0, model.architecture.hidden)
             of_values = keys_of(tokens, device), owners_of(micro, tokens, device)
-            parts.append(to_owners(values, *of_values, own, range(where.tensor, own.tensor, layout.tensor)))
+            parts.append(to_owners(values, *of_values, of_policy, range(where.tensor, of_policy.tensor, layout.tensor)))
         values, keys = (torch.cat(each) for each in zip(*parts, strict=True))
+        parts.clear()
         wanted = keys_of(responses, device)[torch.cat([keys[:0].bool(), *its])]
         hidden = of_tokens_wanted(values, keys, wanted).split([int(of.sum()) for of in its])
+        if self._objective.in_loss:
+            return hidden
         made = []
-        for response, of_teacher, values in zip(responses, its, hidden, strict=True):
-            positions = (of_teacher.cumsum(0) - 1).where(of_teacher, len(values))
-            made.append(read(torch.nn.functional.pad(values, (0, 0, 0, 1)), replace(response, positions=positions)))
+        for response, of_teacher, of_tokens in zip(responses, its, hidden, strict=True):
+            positions = (of_teacher.cumsum(0) - 1).where(of_teacher, len(of_tokens))
+            padded = torch.nn.functional.pad(of_tokens, (0, 0, 0, 1))
+            made.append(read(padded, replace(response, positions=positions))[of_teacher])
         return tuple(made)
 
     def _vocab(self, number: int | None) -> int:

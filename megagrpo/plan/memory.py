@@ -23,6 +23,7 @@ from megagrpo.plan.other_models import (
     heads_again,
     offloaded_bytes,
     output_bytes,
+    reads_apart,
     stages_within,
     teacher_bytes,
     teacher_cases,
@@ -381,15 +382,15 @@ def _teacher_parts(case: Case, index: int, stage: Stage) -> Iterator[tuple[Part,
         yield part, ("logprobs",) if moves else PHASES
         if moves and stage.head:  # its output matrix stays
             yield replace(part, bytes=output_bytes(case, name, index)), ("rollout", "update", "weight_sync")
-        of = teacher_cases(case)[name]
-        if own and of.layout.pipeline - 1 in stages_within(case, index, of.layout):
-            part = Part(f"hidden states of teacher {name}", _hidden_bytes(of), (f"teachers.{name}.layout",))
-            yield part, ("logprobs",)
+    for name, of in teacher_cases(case).items():
+        if reads_apart(case, name) and of.layout.pipeline - 1 in stages_within(case, index, of.layout):
+            part = Part(f"hidden states of teacher {name}", _hidden_bytes(of), ("rollout.prompts_per_step",))
+            yield part, PHASES[1:2]
     if stage.head and (again := heads_again(case)):
-        models = again.values()
-        hidden = sum(map(_hidden_bytes, models))
+        hidden = sum(map(_hidden_bytes, again.values()))
         yield Part("teachers' hidden states", hidden, ("train.layout.data", "rollout.prompts_per_step")), PHASES[1:3]
-        logits = max((work := pass_of(of)).logits_bytes(work.tokens, gradients=False, entropy=False) for of in models)
+        passes = map(pass_of, again.values())
+        logits = max(work.logits_bytes(work.tokens, gradients=False, entropy=False) for work in passes)
         yield Part("teachers' logits", logits, ("train.tokens_per_microbatch", "train.layout.tensor")), ("update",)
 
 

@@ -13,7 +13,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.case import Case
 from megagrpo.plan.parameters import known_models, rank_parameters, total_parameters
 from megagrpo.plan.units import byte_text, second_text
-from megagrpo.recipe.defaults import read_by
+from megagrpo.recipe.defaults import recipe_for_teacher
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.teachers import ExternalTeacherConfig, RanksTeacherConfig, ServedTeacherConfig
 from megagrpo.section import changed
@@ -46,11 +46,11 @@ def stored_parameters(path: str) -> int | None:
 
 
 def teacher_cases(case: Case) -> dict[str, Case]:
-    """Returns the case as each teacher on the ranks passes over it: its model in the policy's place, as `read_by`
-    says. Only the reference has adapters."""
+    """Returns the case as each teacher on the ranks passes over it, by `recipe_for_teacher`: with its model in the
+    policy's place. Only the reference has adapters."""
     recipe, cases = case.recipe, dict[str, Case]()
     for name in recipe.teachers_on_ranks if isinstance(recipe, Recipe) else ():
-        read, added = read_by(case.grpo, name), case.grpo.taught_tokens_max - case.grpo.sequence_tokens_max
+        read, added = recipe_for_teacher(case.grpo, name), case.grpo.taught_tokens_max - case.grpo.sequence_tokens_max
         prompt = case.lengths.prompt + case.assumptions.prompt_share * added
         own = replace(case, recipe=read, assumptions=replace(case.assumptions, prompt_tokens=prompt))
         if (arch := case.teachers.get(name)) is not None:
@@ -64,11 +64,18 @@ def teacher_bytes(case: Case, stage: int) -> dict[str, int]:
     name. The output matrix is there once more if it is split otherwise than the policy's."""
     found, tensor = {}, case.layout.tensor
     for name, arch in case.teachers.items():
-        layout = read_by(case.grpo, name).train.layout.parallel()
+        layout = recipe_for_teacher(case.grpo, name).train.layout.parallel()
         held = [rank_parameters(arch, layout, its, case.fused_layers) for its in stages_within(case, stage, layout)]
         same = layout == case.layout and arch.padded_vocab(tensor) == case.architecture.padded_vocab(tensor)
         found[name] = max(of.total for of in held) * case.item_bytes + (0 if same else output_bytes(case, name, stage))
     return found
+
+
+def reads_apart(case: Case, name: str) -> bool:
+    """Returns whether a teacher on the ranks has batches of its own, from which its hidden states go to others."""
+    recipe, distillation = case.grpo, case.grpo.algorithm.distillation
+    some_rows = distillation is not None and bool(distillation.by_source or distillation.column)
+    return some_rows or recipe_for_teacher(recipe, name) is not recipe
 
 
 def stages_within(case: Case, stage: int, layout: ParallelLayout) -> range:

@@ -41,7 +41,7 @@ def train_config(recipe: AnyRecipe) -> TrainConfig:
     return train.model_copy(update={"megatron": {**train.megatron, "deterministic_mode": True}})
 
 
-def read_by(recipe: Recipe, teacher: str) -> Recipe:
+def recipe_for_teacher(recipe: Recipe, teacher: str) -> Recipe:
     """Returns the recipe as a teacher on the ranks passes over a step: with prompts as long as it reads, in its layout,
     and with the same sequences in a microbatch."""
     train, config, longest = recipe.train, recipe.teachers[teacher], recipe.taught_tokens_max

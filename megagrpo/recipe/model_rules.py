@@ -9,7 +9,7 @@ from itertools import product
 
 from megagrpo.errors import Problem, listed
 from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk, stage_problems
-from megagrpo.recipe.defaults import frozen_config, read_by, replayed_routes
+from megagrpo.recipe.defaults import frozen_config, recipe_for_teacher, replayed_routes
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe, TrainConfig
 from megagrpo.recipe.schema.eval import EvalConfig
 from megagrpo.recipe.schema.train import ALL_LAYERS
@@ -76,7 +76,7 @@ def critic_problems(recipe: AnyRecipe, critic: Architecture) -> list[Problem]:
 def frozen_problems(recipe: Recipe, name: str, teacher: Architecture) -> list[Problem]:
     """Returns the problems with a teacher on the ranks, which has neither adapters, gradients nor routes, and sees no
     evaluations."""
-    read = read_by(recipe, name)
+    read = recipe_for_teacher(recipe, name)
     changes = {"train": frozen_config(read.train, teacher), "eval": EvalConfig()}
     return critic_problems(read.model_copy(update=changes), teacher)
 

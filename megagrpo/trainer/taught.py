@@ -14,7 +14,7 @@ from megagrpo.batching.rank_batches import RankBatch, as_teachers_read, make_ran
 from megagrpo.batching.work import Work
 from megagrpo.cluster.reward_models import asked_ids
 from megagrpo.errors import Problem, TeacherError
-from megagrpo.recipe.defaults import read_by
+from megagrpo.recipe.defaults import recipe_for_teacher
 from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.requests import teacher_of
 from megagrpo.trainer.run import TrainRun
@@ -121,7 +121,7 @@ def batches_of_teachers(
         own = [as_teachers_read(*pair) for pair in sequences if pair[0].teacher == number]
         if not own or not recipe.teachers[name].on_ranks:
             continue
-        read, found[name] = read_by(recipe, name), None
+        read, found[name] = recipe_for_teacher(recipe, name), None
         if read is not recipe or len(own) < len(sequences):
             tokens = read.train.logprob_tokens_per_microbatch or read.train.tokens_per_microbatch
             layout = read.train.layout.parallel()

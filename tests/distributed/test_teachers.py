@@ -522,14 +522,15 @@ def test_ids_that_the_policy_lacks_are_among_all_others():
 
 
 def of_idle_ranks(
-    rank: TrainRank, batch: RankBatch, advantages: Any, recipes: list[Recipe], teacher: Path
+    rank: TrainRank, batch: RankBatch, advantages: Any, recipes: list[Recipe], teacher: Path, apart: Any
 ) -> list[int]:
-    """The response tokens with a divergence or a teacher's logprob, by recipe; the first data rank has no sequences."""
+    """The response tokens with a divergence or a teacher's logprob, by recipe; the first data rank has no sequences,
+    but where one row alone has the teacher."""
     counts = []
     for recipe in recipes:
-        idle = rank.where.data == 0
+        idle = rank.where.data == 0 and apart["on_ranks"] is None
         rank_with(rank, recipe, teacher).load_batch(without_sequences(batch) if idle else batch)
-        rank.compute_teachers({"on_ranks": None})
+        rank.compute_teachers(apart)
         compute_gradients(rank, np.zeros_like(advantages))
         found = rank.token_teacher()
         counts.append(0 if found is None else int(np.isfinite(found.values).sum()))
@@ -542,6 +543,18 @@ def without_sequences(batch: RankBatch) -> RankBatch:
 
 def test_a_rank_without_response_tokens_goes_through_all_passes(case, teacher):
     recipes = [recipe_of(ParallelLayout(data=2), {"name": name}) for name in ("sampled_token", "full_vocabulary")]
-    first, second = on_ranks(of_idle_ranks, recipes[0], case, recipes, teacher)
+    first, second = on_ranks(of_idle_ranks, recipes[0], case, recipes, teacher, {"on_ranks": None})
     assert first == [0, 0]
     assert min(second) > 0
+
+
+@pytest.mark.parametrize("own", [None, ParallelLayout(tensor=2, pipeline=2)], ids=str)
+def test_a_teacher_of_one_row_has_microbatches_without_tokens(own, case, teacher):
+    layout = ParallelLayout(tensor=2, data=2)
+    recipes = [recipe_of(layout, {"name": name}, own=own) for name in ("sampled_token", "full_vocabulary")]
+    sequences = [replace(one, teacher=ON_RANKS if one.row == 3 else NONE, taught=None) for one in case.sequences]
+    case = replace(case, sequences=sequences)
+    apart = batches_of_teachers(recipes[0], make_batches(recipes[0], case), TOKENS)
+    counts = on_ranks(of_idle_ranks, recipes[0], case, recipes, teacher, apart)
+    tokens = sum(int(one.loss_mask.sum()) for one in sequences if one.teacher == ON_RANKS)
+    assert np.sum(counts, axis=0).tolist() == [tokens, tokens]

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk
-from megagrpo.recipe.defaults import read_by
+from megagrpo.recipe.defaults import recipe_for_teacher
 from megagrpo.recipe.model_rules import frozen_problems, model_problems
 from megagrpo.recipe.schema.train import too_long
 from megagrpo.weights.families import architecture_of, read_architecture
@@ -186,7 +186,7 @@ def test_a_teachers_microbatch_has_room_for_the_longest_sequence(
     layout = f"train.layout={{context: {context}, data: {8 // context}}}"
     recipe = recipe_with(layout, f"train.tokens_per_microbatch={tokens}", teacher, distilled)
     assume(not [*too_long(recipe.train, recipe.sequence_tokens_max)])
-    assert not [*too_long(read_by(recipe, "t").train, recipe.taught_tokens_max)]
+    assert not [*too_long(recipe_for_teacher(recipe, "t").train, recipe.taught_tokens_max)]
 
 
 sizes = st.integers(1, 6)

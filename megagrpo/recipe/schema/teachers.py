@@ -87,7 +87,7 @@ class RanksTeacherConfig(Section):
     """Parallel sizes of its own, of as many ranks as train.layout has. null: those of train.layout."""
 
     offload: bool = False
-    """Keep its weights in host memory, but for its pass over a step's batch."""
+    """Keep its weights in host memory, but for its pass in a step."""
 
 
 class ReferenceTeacherConfig(Section):
