@@ -325,13 +325,13 @@ class Teachers:
         """
         model: RanksTeacher | TrainedModel = self._models.get(self._numbers[name], self._policy)
         layout, where, of_policy = model.layout, model.where, self._policy.layout
-        weight = next(self._policy.chunks[0].parameters())
-        batch, device, last = batches[where.data], weight.device, where.pipeline == layout.pipeline - 1
+        batch, last = batches[where.data], where.pipeline == layout.pipeline - 1
+        dtype, device = unwrapped(model.chunks[0]).config.params_dtype, next(model.chunks[0].parameters()).device
         tensors = as_tensors(batch, layout, where.context, device, has_logits=last, at_once=1)
         found, parts = [*self._pass(name, tensors, lambda output, response: output[response.positions])], []
         for index, micro in enumerate(micro for minibatch in batch.minibatches for micro in minibatch):
             tokens = tensors.responses[index : index + 1]
-            values = found.pop(0) if found else weight.new_empty(0, model.architecture.hidden)
+            values = found.pop(0) if found else torch.empty(0, model.architecture.hidden, dtype=dtype, device=device)
             of_values = keys_of(tokens, device), owners_of(micro, tokens, device)
             parts.append(to_owners(values, *of_values, of_policy, range(where.tensor, of_policy.tensor, layout.tensor)))
         values, keys = (torch.cat(each) for each in zip(*parts, strict=True))
