@@ -231,7 +231,7 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> T
 
 
 def load_batch(
-    run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: int, taught: Taught | None
+    run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: int, taught: Taught | None = None
 ) -> list[RankBatch]:
     """Sends the chosen rows (bool [rows]) to the training ranks, which compute the logprobs that the recipe needs.
 

@@ -171,8 +171,8 @@ def test_turns_of_agents_that_a_server_samples_are_what_is_trained(
     entries = check_trained(tmp_path / "agents", steps)
     test_agents.require_whole(tmp_path / "agents", range(1, steps + 1))
     for step in range(1, steps + 1):
-        assert entries[step]["agent/turns/mean"] == 2.0
-        assert entries[step]["agent/branches/mean"] == 1.0
+        assert entries[step]["agent/turns/max"] == 3.0
+        assert 1.0 < entries[step]["agent/branches/mean"] < 2.0
         assert entries[step]["agent/failed"] == 0.0
 
 
