@@ -24,6 +24,7 @@ from megagrpo.megatron.heads import (
     add_labels,
     columns_at_once,
     compiled,
+    exponential_sums,
     labels_in,
     product,
     scaled,
@@ -111,6 +112,7 @@ class Top:
     ids: Tensor  # int64 [n, k]
     logprobs: Tensor  # float32 [n, k]
     of_labels: Tensor  # float32 [n]
+    entropies: Tensor  # float32 [n]; zeros: not computed
     normalizer: Tensor  # float32 [n], the log of the sum of e^x over all ids
 
 
@@ -123,30 +125,39 @@ def top_logprobs(
     k: int,
     scale: HeadScale,
     *,
+    entropy: bool = False,
     chunk_columns: int | None = None,
 ) -> Top:
     """Finds the k most likely ids of each row, or all ids if there are fewer, and the labels' logprobs.
 
-    hidden: [n, hidden]; labels: int64 [n]. Both are equal on all tensor ranks, which gather k + 2 numbers of each row.
+    hidden: [n, hidden]; labels: int64 [n]. Both are equal on all tensor ranks, which gather k + 3 numbers of each row.
     Of equally likely ids the lower comes first.
     """
     columns, k = chunk_columns or columns_at_once(len(hidden), hidden.device), min(k, shard.vocab)
     best = torch.full((len(hidden), k), torch.iinfo(torch.int64).min, device=hidden.device)
-    found = hidden.new_zeros(2, len(hidden), dtype=torch.float64)  # log of the sum of e^x, the label's x
-    found[0] = LOWEST
+    zeros, sums = hidden.new_zeros(len(hidden), dtype=torch.float32), compiled(exponential_sums, hidden.is_cuda)
+    lowest = zeros + LOWEST
+    of_parts = [torch.stack([lowest, zeros, zeros]).double()]  # a rank may have padding alone
     for part in vocabulary_parts(shard.real_rows(len(weight)), columns):
         logits, (in_part, column) = product(hidden, weight[part].t()), labels_in(part, labels[:, None] - shard.first)
         logits = scaled(logits, *scale.factors, logits)
-        found[1] += logits.gather(1, column).where(in_part, 0.0)[:, 0]
+        of_label = logits.gather(1, column).where(in_part, 0.0)[:, 0]
         best = torch.cat([best, _top_keys(logits, shard.first + part.start, k)], 1).topk(k).values
-        top = logits.amax(-1)
-        found[0] = torch.logaddexp(found[0], top + logits.sub_(top[:, None]).exp_().sum(-1).double().log())
+        top, total, weighted = sums(logits, lowest, None, 1.0, None, entropy)
         del logits
+        mean = zeros if weighted is None else top + weighted / total
+        of_parts.append(torch.stack([top + total.log(), mean, of_label]).double())
     best = torch.cat(_of_ranks(best, shard), 1).topk(k).values
-    normalizer, of_labels = torch.stack(_of_ranks(found, shard)).unbind(1)
-    normalizer, (ids, logits) = normalizer.logsumexp(0), _of_keys(best)
-    of_labels = of_labels.sum(0) - normalizer
-    return Top(ids, (logits - normalizer[:, None]).float(), of_labels.float(), normalizer.float())
+    normalizer, mean, of_label = _merged_means(_of_ranks(_merged_means(of_parts), shard))
+    ids, logits = _of_keys(best)
+    found = logits - normalizer[:, None], of_label - normalizer, normalizer - mean if entropy else zeros, normalizer
+    return Top(ids, *(each.float() for each in found))
+
+
+def _merged_means(of_parts: Sequence[Tensor]) -> Tensor:
+    """Returns the log of the sum of e^x, the mean of x and the label's x, float64 [3, n], from those of parts."""
+    logs, means, labels = torch.stack([*of_parts]).unbind(1)
+    return torch.stack([logs.logsumexp(0), (logs.softmax(0) * means).sum(0), labels.sum(0)])
 
 
 class _VocabularyDivergence(torch.autograd.Function):

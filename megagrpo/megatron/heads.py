@@ -121,7 +121,7 @@ def vocabulary_logprobs(
     scale: float = 1.0,
     cap: float | None = None,
     kept_bits: Tensor | None = None,
-    known: tuple[Tensor, Tensor] | None = None,
+    known: tuple[Tensor, Tensor, Tensor] | None = None,
     chunk_columns: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns log softmax(logits / temperature) at `labels`, and that softmax's entropy, at `positions` only.
@@ -131,8 +131,8 @@ def vocabulary_logprobs(
     or [n, k] for several of each, in the whole vocabulary; weight: [rows of this rank, hidden], float32 or bfloat16 as
     `hidden`. Returns float32 as `labels` and [n], equal on all tensor ranks; the second is zeros unless `entropy`. With
     `kept_bits`, uint8 [n, bytes], both are over each token's own ids: bit i % 8 of byte i // 8 says whether id i is
-    kept, the last byte is for all behind. known: these logprobs and the log of the sum of e^x of each token, if an
-    earlier pass has found them: then the forward pass multiplies nothing. Goes without `entropy`.
+    kept, the last byte is for all behind. known: the results and the log of the sum of e^x of each token, if an earlier
+    pass has found them: then the forward pass multiplies nothing.
 
     Gradients flow from both to `hidden`, the part from this rank's rows (to be summed over tensor ranks), and to
     `weight` unless it is frozen. Products multiply in the dtype of `weight` and give float32, but for the gradient of
@@ -168,21 +168,22 @@ class _VocabularyLogprobs(torch.autograd.Function):
         cap: float | None,
         entropy: bool,
         columns: int,
-        known: tuple[Tensor, Tensor] | None,
+        known: tuple[Tensor, Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
         rows = shard.real_rows(len(weight))
         local = labels - shard.first
         ctx.constants = rows, shard, scale, cap, columns
         ctx.set_materialize_grads(False)
         if known is not None:
-            logprobs, entropies = known[0].clone(), torch.zeros_like(known[1])
-            ctx.save_for_backward(hidden, weight, local, bits, known[1], entropies)
-            ctx.mark_non_differentiable(entropies)
+            logprobs, entropies = known[0].clone(), known[1].clone()
+            ctx.save_for_backward(hidden, weight, local, bits, known[2], entropies)
+            if not entropy:
+                ctx.mark_non_differentiable(entropies)
             return logprobs, entropies
         of_label = torch.zeros_like(labels, dtype=torch.float32)
         total, weighted = hidden.new_zeros(2, len(hidden), dtype=torch.float32)
         top = torch.full_like(total, torch.finfo(torch.float32).min)
-        sums = compiled(_sums, hidden.is_cuda)
+        sums = compiled(exponential_sums, hidden.is_cuda)
         for part in vocabulary_parts(rows, columns):
             logits = product(hidden, weight[part].t())
             in_part, column = labels_in(part, local)
@@ -268,7 +269,7 @@ def _masked(logits: Tensor, dropped: Tensor | None, memory: Tensor | None) -> Te
     return logits.masked_fill(dropped, LOWEST) if memory is None else logits.masked_fill_(dropped, LOWEST)
 
 
-def _sums(
+def exponential_sums(
     logits: Tensor, top: Tensor, dropped: Tensor | None, scale: float, cap: float | None, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns the highest scaled logit x of each row and `top`; sums over the row of e^y and y e^y, y = x - highest.
@@ -298,7 +299,7 @@ def _gradient(
     cap: float | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the loss's gradient for `logits`, in `dtype`; memory as in `_sums`.
+    """Returns the loss's gradient for `logits`, in `dtype`; memory as in `exponential_sums`.
 
     logprob_grad: sum over a token's labels; label_grad: of each, [n, k], where `column` is the label's, else 0.
     d logprob / d x_j = [j is the label] - p_j;  d entropy / d x_j = -p_j (log p_j + entropy);

@@ -257,8 +257,8 @@ class Teachers:
         without; None if the loss has none.
 
         One product with the output matrix serves all, unless sampling was from kept sets, the objective has another
-        temperature, or a teacher fewer ids than the policy; student_top_k takes another for entropies. Where teachers
-        alone teach, logprobs have no gradient. A microbatch without teachers reaches all weights, too, by zeros.
+        temperature, or a teacher fewer ids than the policy. Where teachers alone teach, logprobs have no gradient. A
+        microbatch without teachers reaches all weights, too, by zeros.
         of_batch: the microbatch's index in the batch.
         """
         distillation, vocab = self._recipe.algorithm.distillation, self._policy.architecture.vocab
@@ -413,13 +413,14 @@ def compared(
                 entropy=entropy,
             )
         case StudentTopKConfig():
-            top = top_logprobs(hidden[positions], labels, policy.weight, shard, objective.k, policy.scale)
+            of_policy = hidden[positions], labels, policy.weight, shard, objective.k, policy.scale
+            top = top_logprobs(*of_policy, entropy=entropy)
             asked = torch.cat([labels[:, None], top.ids], 1)
             everywhere = torch.arange(len(labels), device=labels.device)
             options = vars(teacher.scale) | {"entropy": False}
             with torch.no_grad():
                 of_teacher, _ = vocabulary_logprobs(teacher_hidden, everywhere, asked, teacher.weight, shard, **options)
-            known = None if entropy else (torch.cat([top.of_labels[:, None], top.logprobs], 1), top.normalizer)
+            known = torch.cat([top.of_labels[:, None], top.logprobs], 1), top.entropies, top.normalizer
             found = _compared_at(objective, *where, policy, top.ids, of_teacher[:, 1:], shard, entropy, known)
             return replace(found, of_teacher=of_teacher[:, 0], agrees=of_teacher[:, 1:].argmax(1) == 0)
         case TeacherTopKConfig():
@@ -460,7 +461,7 @@ def _compared_at(
     of_teacher: Tensor,
     shard: VocabularyShard,
     entropy: bool,
-    known: tuple[Tensor, Tensor] | None = None,
+    known: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Compared:
     """Compares the policy with a teacher's logprobs at ids, int64 and float32 [n, k]. known: of the labels and the ids,
     as in `vocabulary_logprobs`. Ids that the policy does not have are among all others."""

@@ -45,12 +45,12 @@ def tops_and_picks(vocab: int, k: int, scale: HeadScale) -> Any:
     rows = -(-vocab // dist.get_world_size())
     shard = VocabularyShard(vocab, rows * dist.get_rank(), dist.group.WORLD)
     own = part_of(matrix, shard.first, rows)
-    top = top_logprobs(hidden, ids[:, 0], own, shard, k, scale, chunk_columns=7)
+    top = top_logprobs(hidden, ids[:, 0], own, shard, k, scale, entropy=True, chunk_columns=7)
     where, options = (torch.arange(8), ids, own, shard), vars(scale) | {"entropy": False}
     picked, _ = vocabulary_logprobs(hidden.requires_grad_(), *where, **options)
     (gradient,) = torch.autograd.grad((picked * weights).sum(), hidden)
     dist.all_reduce(gradient)
-    return top.ids, top.logprobs, top.of_labels, picked.detach(), gradient
+    return top.ids, top.logprobs, top.of_labels, top.entropies, picked.detach(), gradient
 
 
 def wanted_of(vocab: int, k: int, scale: HeadScale) -> tuple[Tensor, ...]:
@@ -60,7 +60,8 @@ def wanted_of(vocab: int, k: int, scale: HeadScale) -> tuple[Tensor, ...]:
     logprobs = log_softmax(hidden.requires_grad_(), matrix, scale)
     order = (hidden @ matrix.t()).argsort(dim=-1, descending=True, stable=True)[:, :k]
     (gradient,) = torch.autograd.grad((logprobs.gather(1, ids) * weights).sum(), hidden)
-    return order, logprobs.gather(1, order), logprobs.gather(1, ids[:, :1])[:, 0], logprobs.gather(1, ids), gradient
+    found = logprobs.gather(1, order), logprobs.gather(1, ids[:, :1])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+    return order, *found, logprobs.gather(1, ids), gradient
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -227,7 +227,8 @@ def test_most_likely_ids_come_in_order_with_their_logprobs(
     random = torch.Generator().manual_seed(seed)
     hidden, matrix = (torch.randint(-2, 3, (size, 3), generator=random).float() for size in (8, vocab))
     labels, shard = torch.randint(0, vocab, (8,), generator=random), VocabularyShard(vocab, 0, None)
-    top = top_logprobs(hidden, labels, part_of(matrix, 0, vocab + 5), shard, k, scale, chunk_columns=columns)
+    options = {"entropy": True, "chunk_columns": columns}
+    top = top_logprobs(hidden, labels, part_of(matrix, 0, vocab + 5), shard, k, scale, **options)
     order = (hidden @ matrix.t()).argsort(dim=-1, descending=True, stable=True)[:, :k]
     wanted = log_softmax(hidden, matrix, scale)
     assert top.ids.dtype == torch.int64
@@ -235,35 +236,39 @@ def test_most_likely_ids_come_in_order_with_their_logprobs(
     assert torch.equal(top.ids, order)
     assert (top.logprobs - wanted.gather(1, order)).abs().max() < 3e-6  # logits are up to 40
     assert (top.of_labels - wanted.gather(1, labels[:, None])[:, 0]).abs().max() < 3e-6
+    assert (top.entropies + (wanted.exp() * wanted).sum(-1)).abs().max() < 2e-5
 
 
 @settings(max_examples=60)
 @given(st.integers(2, 150), st.integers(1, 40), scales, st.integers(0, 10**6))
-def test_logprobs_at_several_ids_and_their_gradients(vocab: int, k: int, scale: HeadScale, seed: int) -> None:
+def test_logprobs_at_several_ids_entropies_and_their_gradients(vocab: int, k: int, scale: HeadScale, seed: int) -> None:
     """An id may be asked for twice."""
     case = Case("", sizes=(23, 17, vocab, 16, 24), seed=seed)
     hidden, positions, matrix, *_ = case.tensors()
     random = torch.Generator().manual_seed(seed)
     ids, weights = torch.randint(0, vocab, (17, k), generator=random), torch.randn(17, k, generator=random)
     exact = hidden.double().requires_grad_(), matrix.double().requires_grad_()
-    wanted = log_softmax(exact[0][positions], exact[1], scale).gather(1, ids)
-    of_wanted = torch.autograd.grad((wanted * weights).sum(), exact)
-    own = part_of(matrix, 0, vocab + 5)
+    of_all = log_softmax(exact[0][positions], exact[1], scale)
+    of_wanted = torch.autograd.grad(of_head(weights, of_all.gather(1, ids), -(of_all.exp() * of_all).sum(-1)), exact)
+    own, shard = part_of(matrix, 0, vocab + 5), VocabularyShard(vocab, 0, None)
     inputs = hidden.requires_grad_(), own.requires_grad_()
-    where, options = (positions, ids, own, VocabularyShard(vocab, 0, None)), vars(scale) | {"entropy": False}
-    logprobs, _ = vocabulary_logprobs(hidden, *where, **options)
-    of_hidden, of_matrix = torch.autograd.grad((logprobs * weights).sum(), inputs)
-    logits = hidden.detach() @ matrix.t() * scale.scale
-    logits = logits if scale.cap is None else scale.cap * torch.tanh(logits / scale.cap)
-    known = logprobs.detach(), (logits / scale.temperature).logsumexp(-1)[positions]
-    again, _ = vocabulary_logprobs(hidden, *where, **options, known=known)
-    for found, expected in zip(
-        torch.autograd.grad((again * weights).sum(), inputs), (of_hidden, of_matrix), strict=True
-    ):
-        assert (found - expected).abs().max() < 3e-6 * expected.abs().max().clamp(min=1)
+    where, options = (positions, ids, own, shard), vars(scale) | {"entropy": True}
+    logprobs, entropies = vocabulary_logprobs(hidden, *where, **options)
+    found = torch.autograd.grad(of_head(weights, logprobs, entropies), inputs)
+    top = top_logprobs(hidden.detach()[positions], ids[:, 0], own, shard, k, scale, entropy=True)
+    known = logprobs.detach(), top.entropies, top.normalizer
+    again = torch.autograd.grad(of_head(weights, *vocabulary_logprobs(hidden, *where, **options, known=known)), inputs)
+    for one, other in zip(again, found, strict=True):
+        assert (one - other).abs().max() < 1e-5 * other.abs().max().clamp(min=1)
+    of_hidden, of_matrix = found
     assert not of_matrix[vocab:].any()
-    for found, expected in zip((of_hidden, of_matrix[:vocab]), of_wanted, strict=True):
-        assert (found - expected).abs().max() < 1e-5 * expected.abs().max().clamp(min=0.1)
+    for one, expected in zip((of_hidden, of_matrix[:vocab]), of_wanted, strict=True):
+        assert (one - expected).abs().max() < 1e-5 * expected.abs().max().clamp(min=0.1)
+
+
+def of_head(weights: torch.Tensor, logprobs: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
+    """A loss with gradients for both."""
+    return (logprobs * weights).sum() + (entropies * weights[:, 0]).sum()
 
 
 def test_logits_of_both_models_are_never_held() -> None:
