@@ -12,7 +12,7 @@ import numpy as np
 from megagrpo.batching.balance import share_over_ranks, split_to, spread_evenly
 from megagrpo.batching.work import TOKENS, Work
 from megagrpo.errors import Problem, RecipeError
-from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.layout.parallel import ParallelLayout, padded_length
 from megagrpo.routes import Routes
 from megagrpo.types import KeptSets, TeacherTokens
 
@@ -154,13 +154,6 @@ def count_response_tokens(sequences: Sequence[TrainSequence]) -> int:
     return sum(int(s.loss_mask.sum()) for s in sequences)
 
 
-def padded_lengths(lengths: np.ndarray, context: int) -> np.ndarray:
-    """Returns the tokens that each sequence occupies, int [sequences]: two equal pieces on each of `context` ranks."""
-    if context == 1:
-        return lengths
-    return -(-lengths // (2 * context)) * (2 * context)
-
-
 TOKENS_MULTIPLE = {"cpu": 1, "cuda": 128}
 """A microbatch's tokens on one rank are a multiple of it. GPUs multiply tiles of 128 rows, and allocate memory anew for
 each new size."""
@@ -180,7 +173,7 @@ def padded_tokens(microbatches: Sequence[Microbatch], layout: ParallelLayout, de
         multiple = lcm(multiple, TOKENS_MULTIPLE[device])
     sizes = []
     for micro in microbatches:
-        lengths = padded_lengths(np.array([len(s.tokens) for s in micro.sequences], dtype=np.int64), layout.context)
+        lengths = padded_length(np.array([len(s.tokens) for s in micro.sequences], dtype=np.int64), layout.context)
         sizes.append(max(1, -(-(int(lengths.sum()) // layout.context) // multiple)) * multiple)
     if layout.pipeline > 1 and sizes and max(sizes) * len(sizes) <= (1 + ONE_SIZE_SHARE) * sum(sizes):
         return [max(sizes)] * len(sizes)
@@ -250,7 +243,7 @@ def _share(
     """Makes one minibatch's microbatches for each data rank."""
     if not sequences:
         return [() for _ in range(layout.data)]
-    lengths = padded_lengths(np.array([len(s.tokens) for s in sequences]), layout.context)
+    lengths = padded_length(np.array([len(s.tokens) for s in sequences]), layout.context)
     if lengths.max() > capacity:
         given = f"{capacity // layout.context} per context rank, and a sequence of {lengths.max()} tokens"
         needed = f"at least {-(-lengths.max() // layout.context)}"

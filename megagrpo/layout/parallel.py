@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
+
+import numpy as np
+
+Tokens = TypeVar("Tokens", int, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,12 @@ def rank_grid(layout: ParallelLayout) -> tuple[RankCoordinates, ...]:
         expert_data, expert = divmod(rest, layout.expert)
         grid.append(RankCoordinates(rank, tensor, pipeline, context, data, expert, expert_tensor, expert_data))
     return tuple(grid)
+
+
+def padded_length(tokens: Tokens, context: int) -> Tokens:
+    """Returns the tokens that a sequence takes, or each of several: each context rank has two equal pieces of it."""
+    multiple = 1 if context == 1 else 2 * context
+    return -(-tokens // multiple) * multiple
 
 
 def layers_of_chunk(layers: int, layout: ParallelLayout, stage: int, chunk: int) -> range:

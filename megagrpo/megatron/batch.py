@@ -29,10 +29,9 @@ from megagrpo.batching.rank_batches import (
     RankBatch,
     SplitRow,
     joined_microbatches,
-    padded_lengths,
     padded_tokens,
 )
-from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.layout.parallel import ParallelLayout, padded_length
 from megagrpo.megatron.attention import PackedSequences, positions_on
 from megagrpo.megatron.kept_head import KeptTokens, kept_tokens
 from megagrpo.megatron.replay import NO_ROUTE, RoutesOnRank, require_digests
@@ -197,7 +196,7 @@ def _tensor(array: np.ndarray, device: torch.device | str, dtype: torch.dtype = 
 
 def _with_padding(lengths: np.ndarray, context: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns real and padded lengths of all sequences; the dummy is the last, with real length 0."""
-    padded = padded_lengths(lengths, context)
+    padded = padded_length(lengths, context)
     if dummy := tokens * context - int(padded.sum()):
         lengths, padded = np.append(lengths, 0), np.append(padded, dummy)
     return lengths, padded

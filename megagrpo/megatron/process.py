@@ -102,16 +102,21 @@ def _make_groups(layout: ParallelLayout, timeout_seconds: float) -> None:
 
 Groups = Mapping[str, Any]
 """Megatron's process groups for a layout, with sizes and ranks: what parallel_state has, by name."""
+_FURTHER: dict[ParallelLayout, Groups] = {}
+"""Those of `further_groups`: each group holds memory of a GPU."""
 
 
 def further_groups(layout: ParallelLayout, timeout_seconds: float) -> Groups:
-    """Makes groups of the same ranks for another layout, for `in_groups`. Raises as start_parallel, which is first."""
+    """Makes groups of the same ranks for another layout, for `in_groups`, or returns those that it has made. Raises as
+    start_parallel, which is first."""
+    if layout in _FURTHER:
+        return _FURTHER[layout]
     own = _groups()
     parallel_state.destroy_model_parallel()  # it forgets groups, and ends none
     _make_groups(layout, timeout_seconds)
-    further = _groups()
+    _FURTHER[layout] = _groups()
     vars(parallel_state).update(own)
-    return further
+    return _FURTHER[layout]
 
 
 @contextmanager
@@ -146,7 +151,8 @@ def compile_storage_sharing() -> None:
 
 
 def stop_parallel() -> None:
-    """Forgets Megatron's process groups, if there are any."""
+    """Forgets all process groups of layouts, if there are any."""
+    _FURTHER.clear()
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
 

@@ -4,17 +4,17 @@ map of the devices: each one's rank coordinates and engines, and the groups of r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, rank_grid
 from megagrpo.plan.assumptions import Assumptions, Lengths, lengths_of, longest_sequence, minibatch_sequences
-from megagrpo.recipe.defaults import DevicePlan, dtype_name, plan_devices, train_config
+from megagrpo.recipe.defaults import DevicePlan, dtype_name, plan_devices, recipe_for_teacher, train_config
 from megagrpo.recipe.kernels import Attention, Capability, Installed, Layers, attention_of, layers_on
 from megagrpo.recipe.schema import AnyRecipe, Recipe
-from megagrpo.section import table_beside
+from megagrpo.section import changed, table_beside
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Architecture
 
@@ -223,6 +223,20 @@ class Case:
     @cached_property
     def lengths(self) -> Lengths:
         return lengths_of(self.recipe, self.assumptions)
+
+    @cached_property
+    def teacher_cases(self) -> Mapping[str, Case]:
+        """Returns the case as each teacher on the ranks passes over it, by `recipe_for_teacher`: with its model in the
+        policy's place. Only the reference has adapters."""
+        cases = dict[str, Case]()
+        for name in self.recipe.teachers_on_ranks if isinstance(self.recipe, Recipe) else ():
+            read, added = recipe_for_teacher(self.grpo, name), self.grpo.taught_tokens_max - longest_sequence(self.grpo)
+            prompt = self.lengths.prompt + self.assumptions.prompt_share * added
+            own = replace(self, recipe=read, assumptions=replace(self.assumptions, prompt_tokens=prompt))
+            if (arch := self.teachers.get(name)) is not None:
+                own = replace(own, recipe=changed(read, {"train.lora": None}), architecture=arch)
+            cases[name] = own
+        return cases
 
     @cached_property
     def device_map(self) -> tuple[MappedDevice, ...]:

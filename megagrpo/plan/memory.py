@@ -26,7 +26,6 @@ from megagrpo.plan.other_models import (
     reads_apart,
     stages_within,
     teacher_bytes,
-    teacher_cases,
 )
 from megagrpo.plan.parameters import (
     BLOCK_ELEMENT_BYTES,
@@ -305,7 +304,7 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
     with_gradients = _with_gradients(recipe, work, stage, index, sequences) + served
     without: list[Part] = []
     if "logprobs" in phases:
-        for of in (case, *teacher_cases(case).values()):
+        for of in (case, *case.teacher_cases.values()):
             its_stages, its = stages(len(of.architecture.layers), of.layout), of.recipe.train
             tokens = its.logprob_tokens_per_microbatch or its.tokens_per_microbatch
             passed = replace(pass_of(of), tokens=min(tokens, of.rank_tokens))
@@ -382,7 +381,7 @@ def _teacher_parts(case: Case, index: int, stage: Stage) -> Iterator[tuple[Part,
         yield part, ("logprobs",) if moves else PHASES
         if moves and stage.head:  # its output matrix stays
             yield replace(part, bytes=output_bytes(case, name, index)), ("rollout", "update", "weight_sync")
-    for name, of in teacher_cases(case).items():
+    for name, of in case.teacher_cases.items():
         if reads_apart(case, name) and of.layout.pipeline - 1 in stages_within(case, index, of.layout):
             part = Part(f"hidden states of teacher {name}", _hidden_bytes(of), ("rollout.prompts_per_step",))
             yield part, PHASES[1:2]

@@ -13,10 +13,8 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.case import Case
 from megagrpo.plan.parameters import known_models, rank_parameters, total_parameters
 from megagrpo.plan.units import byte_text, second_text
-from megagrpo.recipe.defaults import recipe_for_teacher
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.teachers import ExternalTeacherConfig, RanksTeacherConfig, ServedTeacherConfig
-from megagrpo.section import changed
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.sides.checkpoint import file_tensors
 
@@ -45,26 +43,12 @@ def stored_parameters(path: str) -> int | None:
 # --- teachers on the ranks --------------------------------------------------------------------------------------------
 
 
-def teacher_cases(case: Case) -> dict[str, Case]:
-    """Returns the case as each teacher on the ranks passes over it, by `recipe_for_teacher`: with its model in the
-    policy's place. Only the reference has adapters."""
-    recipe, cases = case.recipe, dict[str, Case]()
-    for name in recipe.teachers_on_ranks if isinstance(recipe, Recipe) else ():
-        read, added = recipe_for_teacher(case.grpo, name), case.grpo.taught_tokens_max - case.grpo.sequence_tokens_max
-        prompt = case.lengths.prompt + case.assumptions.prompt_share * added
-        own = replace(case, recipe=read, assumptions=replace(case.assumptions, prompt_tokens=prompt))
-        if (arch := case.teachers.get(name)) is not None:
-            own = replace(own, recipe=changed(read, {"train.lora": None}), architecture=arch)
-        cases[name] = own
-    return cases
-
-
 def teacher_bytes(case: Case, stage: int) -> dict[str, int]:
     """Returns the weight bytes of teachers of kind ranks on the fullest rank of a pipeline stage of the policy, by
     name. The output matrix is there once more if it is split otherwise than the policy's."""
     found, tensor = {}, case.layout.tensor
     for name, arch in case.teachers.items():
-        layout = recipe_for_teacher(case.grpo, name).train.layout.parallel()
+        layout = case.teacher_cases[name].layout
         held = [rank_parameters(arch, layout, its, case.fused_layers) for its in stages_within(case, stage, layout)]
         same = layout == case.layout and arch.padded_vocab(tensor) == case.architecture.padded_vocab(tensor)
         found[name] = max(of.total for of in held) * case.item_bytes + (0 if same else output_bytes(case, name, stage))
@@ -75,7 +59,7 @@ def reads_apart(case: Case, name: str) -> bool:
     """Returns whether a teacher on the ranks has batches of its own, from which its hidden states go to others."""
     recipe, distillation = case.grpo, case.grpo.algorithm.distillation
     some_rows = distillation is not None and bool(distillation.by_source or distillation.column)
-    return some_rows or recipe_for_teacher(recipe, name) is not recipe
+    return some_rows or recipe.teachers_read_more or case.teacher_cases[name].layout != case.layout
 
 
 def stages_within(case: Case, stage: int, layout: ParallelLayout) -> range:
@@ -134,6 +118,8 @@ def lines_of_teachers(case: Case) -> Iterator[tuple[str, str]]:
             if teacher.offload:
                 seconds = second_text(largest / case.assumptions.host_bytes_per_second)
                 text = text.replace("in all phases", f"there in its pass alone: its way takes {seconds} of a step")
+            if teacher.path == recipe.model.path and (recipe.train.lora or recipe.keeps_reference):
+                text += "; the ranks have these weights already: kind: reference takes no others"
         else:
             shared = ", which the KL penalty has too" if recipe.algorithm.kl.coefficient else ""
             text = f"the reference policy{shared}"

@@ -13,7 +13,7 @@ from megagrpo.plan.case import Case
 from megagrpo.plan.communication import LinkUse, Seconds, added, sync_time
 from megagrpo.plan.engine import EngineSpeed
 from megagrpo.plan.memory import model_parts
-from megagrpo.plan.other_models import heads_again, offloaded_bytes, teacher_cases
+from megagrpo.plan.other_models import heads_again, offloaded_bytes
 from megagrpo.plan.training_time import FORWARD, BatchSize, TrainingRanks, training_products
 from megagrpo.recipe.defaults import prompts_of_round, total_steps
 from megagrpo.recipe.reward_functions import executor_of
@@ -320,7 +320,7 @@ def _teaching(case: Case, responses: float, minibatch: BatchSize) -> tuple[Secon
     recipe, passes, update = case.grpo, dict[str, float](), dict[str, float]()
     algorithm, advises = recipe.algorithm, recipe.algorithm.teachers_advise
     shared = advises and algorithm.kl.coefficient > 0 and not recipe.teachers_read_more
-    for name, of in teacher_cases(case).items():
+    for name, of in case.teacher_cases.items():
         if not shared or name in case.teachers:  # else the penalty's pass finds the reference's logprobs
             read = BatchSize.of(responses / len(recipe.teachers), of.lengths)  # as if all had equally many rows
             read = read if advises else replace(read, head_tokens=0.0)  # hidden states alone

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megagrpo.algorithm.policy_losses import OwnLossConfig
 from megagrpo.errors import Problem
+from megagrpo.layout.parallel import padded_length
 from megagrpo.recipe.schema import AnyRecipe, ClassifierConfig, Recipe, RewardConfig, SftRecipe, TrainConfig
 from megagrpo.recipe.schema.teachers import RanksTeacherConfig
-from megagrpo.recipe.schema.train import padded_length
 from megagrpo.section import Section, changed, problem
 
 if TYPE_CHECKING:

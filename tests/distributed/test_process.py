@@ -54,6 +54,12 @@ def groups_of_rank(layout: ParallelLayout) -> dict[str, list[int]]:
     process.start_parallel(layout, seed=1)
     with pytest.raises(AssertionError):  # Megatron has made none besides, which only its own checkpoints use
         parallel_state.get_data_parallel_group_gloo()
+    all_in_data = ParallelLayout(data=layout.ranks)
+    further = process.further_groups(all_in_data, 60)
+    assert process.further_groups(all_in_data, 60) is further, "each group holds memory"
+    with process.in_groups(further):
+        assert dist.get_process_group_ranks(parallel_state.get_data_parallel_group()) == list(range(layout.ranks))
+        assert parallel_state.get_pipeline_model_parallel_world_size() == 1
     return {axis: dist.get_process_group_ranks(group()) for axis, (group, _) in GROUPS.items()}
 
 

@@ -20,13 +20,12 @@ from megagrpo.batching.rank_batches import (
     joined_microbatches,
     make_rank_batches,
     packing_efficiency,
-    padded_lengths,
     padded_tokens,
     padding_share,
 )
 from megagrpo.batching.work import Work, work_of
 from megagrpo.errors import RecipeError
-from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.layout.parallel import ParallelLayout, padded_length
 from megagrpo.weights.families import read_architecture, tensors_of
 from tests.tiny_models import make_model
 
@@ -85,7 +84,7 @@ def test_every_sequence_is_trained_on_once_and_all_ranks_keep_step(lengths, layo
         assert {b.rows[m] for b in batches} == {sum(bool(s.loss_mask.any()) for s in members)}
     for batch in batches:
         for micro in (micro for mini in batch.minibatches for micro in mini):
-            occupied = padded_lengths(np.array([len(s.tokens) for s in micro.sequences]), layout.context).sum()
+            occupied = padded_length(np.array([len(s.tokens) for s in micro.sequences]), layout.context).sum()
             assert occupied <= capacity * layout.context
 
 

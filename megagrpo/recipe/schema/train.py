@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from megagrpo.algorithm.optimizer import OptimizerConfig
-from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.layout.parallel import ParallelLayout, padded_length
 from megagrpo.section import Count, NonNegativeInt, PositiveFloat, PositiveInt, Rules, Section, Tokens, each_once
 
 if TYPE_CHECKING:
@@ -254,12 +254,6 @@ class TrainConfig(Section):
             t.lora is None and t.layer_spec == "local" and "moe_act" in t.recomputed.modules
         ),
     }
-
-
-def padded_length(tokens: int, context: int) -> int:
-    """Returns the tokens that a sequence takes: each context rank has two equal pieces of it."""
-    multiple = 1 if context == 1 else 2 * context
-    return -(-tokens // multiple) * multiple
 
 
 def too_long(train: TrainConfig, longest: int) -> Iterator[dict[str, object]]:
