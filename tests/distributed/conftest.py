@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.step_case import Case, make_case
+from tests.distributed.step_case import VOCAB, Case, make_case
 from tests.tiny_models import make_model
 
 Tiny = Callable[..., Path]
@@ -32,3 +32,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 def case_of(tiny: Tiny) -> CaseOf:
     """A batch for such a model: case_of(family, **changes of its config)."""
     return cache(lambda family, **changes: make_case(tiny(family, **changes)))
+
+
+@pytest.fixture(scope="session")
+def teacher(tiny: Tiny) -> Path:
+    """Another family and width than the policy's; its vocabulary has three more rows."""
+    return tiny("llama", hidden_size=64, num_attention_heads=8, vocab_size=VOCAB + 3)

@@ -1,5 +1,4 @@
-"""Teachers on the training ranks: what they say of tokens, and each objective's value and gradients, beside torch on
-full logits."""
+"""Teachers on the training ranks: what they say of tokens, and what a divergence from them adds to a step."""
 
 from __future__ import annotations
 
@@ -26,213 +25,25 @@ from megagrpo.megatron.teacher import Head, Teachers, _compared_at
 from megagrpo.recipe.schema import Recipe
 from megagrpo.trainer.step_metrics import update_metrics
 from megagrpo.trainer.taught import batches_of_teachers
-from megagrpo.types import KeptSets, TeacherTokens
-from megagrpo.weights.families import read_architecture
+from megagrpo.types import KeptSets
 from tests.distributed.conftest import CaseOf, Tiny
-from tests.distributed.layouts import ROWS, soak
 from tests.distributed.step_case import (
     LR,
     TEMPERATURE,
     VOCAB,
     Case,
     assemble,
-    in_checkpoint,
     load_reference,
     make_recipe,
     reference_of,
 )
 from tests.distributed.step_ranks import Parts, compute_gradients, gradients_of, make_batches, of_all_tokens, on_ranks
-
-ON_RANKS, ASKED, NONE = 0, 1, -1
-"""Teachers of rows: one on the ranks, one that has been asked, none."""
-OBJECTIVES: dict[str, dict[str, Any]] = {
-    "reverse KL": {"name": "full_vocabulary", "divergence": "reverse_kl"},
-    "forward KL": {"name": "full_vocabulary", "divergence": "forward_kl", "temperature": 1.3},
-    "Jensen-Shannon": {"name": "full_vocabulary", "divergence": "jsd", "beta": 0.3},
-    "student's top": {"name": "student_top_k", "k": 5, "divergence": "forward_kl"},
-    "teacher's top": {"name": "teacher_top_k", "k": 7, "divergence": "jsd"},
-    "teacher's top, reverse": {"name": "teacher_top_k", "k": 7},
-}
-WEIGHT = 0.7
-
-
-def recipe_of(
-    layout: ParallelLayout,
-    objective: Any,
-    *,
-    offload: bool = False,
-    rewards: bool = False,
-    entropy: float = 0.0,
-    system: str | None = None,
-    own: ParallelLayout | None = None,
-) -> Recipe:
-    """Rewards with a KL term, or rewards with an entropy bonus, are beside the teachers only if wanted. own: the layout
-    of the teacher on the ranks, if it is another than the policy's."""
-    functions = [{"function": "gsm8k"}] if rewards or entropy else []
-    asked = {"kind": "external", "url": "http://host", "tokenizer": "unused"}
-    algorithm = {
-        "kl": {"coefficient": 0.1 if rewards else 0.0},
-        "entropy_coefficient": entropy,
-        "aggregation": "token_mean",
-        "distillation": {"objective": objective, "weight": WEIGHT, "column": "teacher", "system": system},
-    }
-    on_ranks = {"kind": "ranks", "path": "unused", "offload": offload, "layout": own and vars(own)}
-    teachers = {"on_ranks": on_ranks, "asked": asked}
-    train = {"distributed_optimizer": False}
-    return make_recipe(layout, algorithm=algorithm, reward={"functions": functions}, teachers=teachers, train=train)
-
-
-@pytest.fixture(scope="module")
-def teacher(tiny: Tiny) -> Path:
-    """Another family and width than the policy's; its vocabulary has three more rows."""
-    return tiny("llama", hidden_size=64, num_attention_heads=8, vocab_size=VOCAB + 3)
+from tests.distributed.teacher_case import NONE, OBJECTIVES, ON_RANKS, logprobs_of, rank_with, recipe_of, with_teachers
 
 
 @pytest.fixture(scope="module")
 def case(case_of: CaseOf, teacher: Path) -> Case:
     return with_teachers(case_of("qwen3"), teacher)
-
-
-def with_teachers(case: Case, teacher: Path) -> Case:
-    """The rows' teachers in turn; those that were asked answered with their 7 most likely ids."""
-    model, sequences = load_reference(teacher), []
-    for sequence in case.sequences:
-        number = (ON_RANKS, ASKED, NONE)[sequence.row % 3]
-        taught = None
-        if number == ASKED:
-            with torch.no_grad():
-                log_q = logprobs_of(model, sequence.tokens, 1.0)[sequence.loss_mask[1:]]
-            values, ids = log_q.topk(7)
-            of_tokens = np.zeros(len(ids), np.float32)
-            taught = TeacherTokens(of_tokens, ids.int().numpy(), values.float().numpy())
-        sequences.append(replace(sequence, teacher=number, taught=taught))
-    return replace(case, sequences=sequences)
-
-
-def logprobs_of(model: torch.nn.Module, tokens: np.ndarray, temperature: float) -> torch.Tensor:
-    """Logprobs of the policy's ids in the place of each token but the first: float64 [tokens - 1, vocabulary]."""
-    logits = model(torch.from_numpy(tokens)[None]).logits[0, :-1, :VOCAB]
-    return torch.log_softmax(logits / temperature, -1)
-
-
-def rank_with(rank: TrainRank, recipe: Recipe, teacher: Path) -> TrainRank:
-    """The rank with another objective; it builds the teacher once."""
-    models = rank.teachers._models
-    rank.recipe = recipe
-    rank.teachers = Teachers(recipe, rank.policy, rank._own_routes)
-    rank.teachers._models = models
-    if not models:
-        rank.add_teacher("on_ranks", str(teacher))
-    return rank
-
-
-def with_objectives(
-    rank: TrainRank, batch: RankBatch, advantages: Any, recipes: Mapping[str, Recipe], teacher: Path, apart: Any
-) -> dict[str, tuple[float, Parts, Any, Any]]:
-    """By objective: this rank's part of the loss, its gradients, its divergences and teachers' logprobs by token."""
-    found = {}
-    for name, recipe in recipes.items():
-        rank_with(rank, recipe, teacher).load_batch(batch)
-        rank.compute_teachers(apart)
-        update = compute_gradients(rank, np.zeros_like(advantages))
-        loss = update.metrics._loss.item() if rank.where.tensor == 0 else 0.0
-        seen = rank.token_divergence() if rank.has_logits else None
-        of_teacher = rank.token_teacher() if rank.has_logits else None
-        found[name] = loss, gradients_of(rank.policy), seen, of_teacher
-    return found
-
-
-def torch_objective(settings: Mapping[str, Any], log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """By token, from the formulas: [tokens]."""
-    if settings["name"] != "full_vocabulary":
-        of = log_p if settings["name"] == "student_top_k" else log_q
-        ids = of.topk(settings["k"]).indices
-        log_p, log_q = (
-            torch.cat([kept, (1 - kept.exp().sum(-1, keepdim=True)).log()], -1)
-            for kept in (log_p.gather(1, ids), log_q.gather(1, ids))
-        )
-    p, q = log_p.exp(), log_q.exp()
-    kind, beta = settings.get("divergence", "reverse_kl"), settings.get("beta", 0.5)
-    if kind == "jsd":
-        log_m = (beta * q + (1 - beta) * p).log()
-        return (beta * q * (log_q - log_m) + (1 - beta) * p * (log_p - log_m)).sum(-1)
-    return (p * (log_p - log_q)).sum(-1) if kind == "reverse_kl" else (q * (log_q - log_p)).sum(-1)
-
-
-def by_torch(case: Case, teacher: Path, settings: Mapping[str, Any]) -> tuple[float, dict[str, np.ndarray], np.ndarray]:
-    """Loss, gradients by checkpoint tensor, and divergences by token, NaN without a teacher."""
-    model, of_teacher, by_token = load_reference(case.directory), load_reference(teacher), []
-    temperature = settings.get("temperature", TEMPERATURE)
-    for sequence in case.sequences:
-        mask = torch.from_numpy(sequence.loss_mask[1:])
-        asks = settings["name"] == "teacher_top_k"
-        if sequence.teacher == NONE or (sequence.teacher == ASKED and not asks):
-            by_token.append(torch.full((int(mask.sum()),), torch.nan, dtype=torch.float64))
-            continue
-        with torch.no_grad():
-            own = temperature if sequence.teacher == ON_RANKS else 1.0
-            log_q = logprobs_of(of_teacher, sequence.tokens, own)[mask]
-        by_token.append(torch_objective(settings, logprobs_of(model, sequence.tokens, temperature)[mask], log_q))
-    found = torch.cat(by_token)
-    loss = WEIGHT * found.nan_to_num(0.0).sum() / case.tokens
-    loss.backward()
-    to_checkpoint = in_checkpoint(read_architecture(case.directory))
-    gradients = to_checkpoint({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    return loss.item(), gradients, found.detach().numpy()
-
-
-def of_labels(case: Case, teacher: Path, temperature: float) -> np.ndarray:
-    """The logprobs of response tokens by the teacher on the ranks, NaN for tokens without it."""
-    model, by_token = load_reference(teacher), []
-    for sequence in case.sequences:
-        mask = torch.from_numpy(sequence.loss_mask[1:])
-        with torch.no_grad():
-            log_q = logprobs_of(model, sequence.tokens, temperature)
-        labels = torch.from_numpy(sequence.tokens[1:])[:, None]
-        found = log_q.gather(1, labels)[mask, 0]
-        by_token.append(found if sequence.teacher == ON_RANKS else torch.full_like(found, torch.nan))
-    return torch.cat(by_token).numpy()
-
-
-FURTHER = soak(
-    *((name, None) for name in ("all", "context, data", "four tensor ranks", "expert, data", "three stages"))
-)
-OWN = [
-    ("tensor, data", ParallelLayout(pipeline=2, context=2)),
-    *soak(
-        ("context, data", ParallelLayout(tensor=2, data=2)),
-        ("unequal, context, expert", ParallelLayout(data=4)),
-        ("unequal, data", ParallelLayout(tensor=4)),
-        ("four tensor ranks", ParallelLayout(pipeline=2, virtual_pipeline=2, data=2)),
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "own"), [("tensor, data", None), ("unequal, context, expert", None), *OWN, *FURTHER], ids=str
-)
-def test_every_objective_has_torchs_value_and_gradients(name, own, case, teacher, case_of: CaseOf):
-    """With a dense teacher, of a policy with experts where the layout splits them. own: the teacher's own layout."""
-    layout = ROWS[name].layout
-    if layout.expert > 1:
-        case = with_teachers(case_of("qwen3_moe"), teacher)
-    else:
-        layout = ROWS[name].of("qwen3")
-    recipes = {objective: recipe_of(layout, settings, own=own) for objective, settings in OBJECTIVES.items()}
-    recipe = recipes["reverse KL"]
-    apart = batches_of_teachers(recipe, make_batches(recipe, case), TOKENS) if own else {"on_ranks": None}
-    results = on_ranks(with_objectives, recipe, case, recipes, teacher, apart)
-    for objective, settings in OBJECTIVES.items():
-        losses, parts, seen, of_teacher = zip(*(result[objective] for result in results), strict=True)
-        loss, gradients, by_token = by_torch(case, teacher, settings)
-        assert sum(losses) == pytest.approx(loss, abs=1e-6), objective
-        np.testing.assert_allclose(of_all_tokens(seen), by_token, atol=2e-6, err_msg=objective)
-        temperature = settings.get("temperature", TEMPERATURE)
-        np.testing.assert_allclose(of_all_tokens(of_teacher), of_labels(case, teacher, temperature), atol=3e-6)
-        found = assemble(parts)
-        for tensor, gradient in gradients.items():
-            largest = max(np.abs(gradient).max(), 1e-30)
-            assert np.abs(found[tensor] - gradient).max() <= 1e-5 * largest, (objective, tensor)
 
 
 def beside_rewards(

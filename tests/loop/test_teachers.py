@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,10 @@ CHUNKS = {
 """Settings of servers that read a sequence in several parts."""
 
 
-def make_teacher(directory: Path) -> Path:
+def make_teacher(directory: Path, seed: int = 7) -> Path:
     """An untrained model with the tokenizer of small_run's model, of another size."""
     tokenizer = make_tokenizer()
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=1024, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
@@ -105,11 +106,13 @@ def test_a_server_that_is_started_as_a_teacher_tells_logprobs_also_of_sequences_
         check_teacher(model, prompt, sample, K)
 
 
-def recipe_of(inputs: Path, output: Path, name: str, teacher: Path, **distillation: Any) -> dict[str, Any]:
-    """No functions score the training's responses; those of the held-out set have their own."""
+def recipe_of(inputs: Path, output: Path, name: str, models: Mapping[str, Path], **distillation: Any) -> dict[str, Any]:
+    """Each model is a teacher on a server. No functions score the training's responses; those of the held-out set have
+    their own."""
     values = small_run.recipe(inputs, output, name)
     held_out = values["eval"]["sets"]["sums"] | values.pop("reward")
-    values["teachers"] = {"big": {"kind": "server", "path": str(teacher), "requests_at_once": 8}}
+    served = {"kind": "server", "requests_at_once": 8}
+    values["teachers"] = {teacher: {**served, "path": str(path)} for teacher, path in models.items()}
     values["algorithm"] = {"distillation": distillation}
     values["eval"] |= {"sets": {"sums": held_out}, "every_steps": STEPS}
     values["checkpoint"] = {"every_steps": 1, "keep_batches": STEPS}
@@ -117,42 +120,49 @@ def recipe_of(inputs: Path, output: Path, name: str, teacher: Path, **distillati
     return values
 
 
-def check_run(directory: Path, model: Path, steps: int, k: int) -> int:
-    """Checks the saved samples of every step: each has its teacher's logprobs, or is masked and counted. Returns the
-    number of those that are masked."""
-    masked = 0
-    logged = [small_run.metrics(directory)[step] for step in range(1, steps + 1)]
-    read = [group for step in range(1, steps + 1) for group in read_batch(directory, step).sampled.all]
-    asked = sum(one["teacher/big/requests"] + one["teacher/big/cached"] for one in logged)
-    assert asked >= sum(len(group.samples) for group in read)
+def check_run(directory: Path, models: Mapping[str, Path], steps: int, k: int) -> int:
+    """Checks the saved samples of every step: each has the logprobs of its teacher, whose name is its source, or is
+    masked and counted. Returns the number of those that are masked."""
+    masked = dict.fromkeys(models, 0)
+    samples = Counter[str]()
     for step in range(1, steps + 1):
-        groups = read_batch(directory, step).sampled.all
-        for group in groups:
+        for group in read_batch(directory, step).sampled.all:
+            name = group.prompt.data_source
+            samples[name] += len(group.samples)
             for sample, score in zip(group.samples, group.scores, strict=True):
                 if sample.teacher is None:
                     assert score.value is None
-                    assert score.error.startswith("teacher big: ")
-                    masked += 1
+                    assert score.error.startswith(f"teacher {name}: ")
+                    masked[name] += 1
                 else:
-                    check_teacher(model, group.prompt, sample, k)
+                    check_teacher(models[name], group.prompt, sample, k)
                     assert score.value == (None if sample.given else 0)
-    assert masked == sum(one["teacher/big/failed"] for one in logged)
-    return masked
+    logged = [small_run.metrics(directory)[step] for step in range(1, steps + 1)]
+    for name in models:
+        assert masked[name] == sum(one[f"teacher/{name}/failed"] for one in logged)
+        asked = sum(one[f"teacher/{name}/requests"] + one[f"teacher/{name}/cached"] for one in logged)
+        assert asked >= samples[name] > 0
+    return sum(masked.values())
 
 
-def test_a_run_without_reward_functions_asks_its_teacher_about_every_sample_and_given_response(
+def test_a_run_without_reward_functions_asks_the_teachers_about_every_sample_and_given_response_of_their_sources(
     inputs: Path, tmp_path: Path
 ) -> None:
-    model, given = make_teacher(tmp_path / "teacher"), {"share": 0.3, "column": "ground_truth"}
-    values = recipe_of(inputs, tmp_path, "taught", model, objective={"name": "teacher_top_k", "k": 4})
-    values["algorithm"]["distillation"]["given_responses"] = given
-    values["data"]["train"][0]["columns"] = {"extra_info": ["reward_model.ground_truth"]}
+    models = {name: make_teacher(tmp_path / name, seed) for seed, name in enumerate(("big", "other"))}
+    given = {"share": 0.3, "column": "ground_truth"}
+    values = recipe_of(inputs, tmp_path, "taught", models, objective={"name": "teacher_top_k", "k": 4})
+    values["algorithm"]["distillation"] |= {"given_responses": given, "by_source": {name: name for name in models}}
+    rows = pq.read_table(inputs / "train.parquet").to_pylist()
+    sources = [row | {"data_source": [*models][at % 2]} for at, row in enumerate(rows)]
+    pq.write_table(pa.Table.from_pylist(sources), tmp_path / "train.parquet")
+    columns = {"extra_info": ["reward_model.ground_truth"]}
+    values["data"]["train"] = [{"path": str(tmp_path / "train.parquet"), "columns": columns}]
     values |= {"schedule": "async", "cluster": values["cluster"] | {"placement": "disaggregated"}}
     small_run.train(small_run.write(values, tmp_path))
     directory = tmp_path / "taught"
-    assert check_run(directory, model, STEPS, 4) == 0
+    assert check_run(directory, models, STEPS, 4) == 0
     logged = small_run.metrics(directory)
-    assert all(logged[step]["teacher/big/retries"] == 0 for step in range(1, STEPS + 1))
+    assert all(logged[step][f"teacher/{name}/retries"] == 0 for step in range(1, STEPS + 1) for name in models)
     assert any(logged[step]["teacher/given_share"] for step in range(1, STEPS + 1))
     assert "eval/sums/mean@1" in logged[STEPS]
     assert "teacher/big/requests" not in logged[0], "evaluations ask no teachers"
@@ -162,8 +172,8 @@ def test_a_run_without_reward_functions_asks_its_teacher_about_every_sample_and_
 def test_no_sample_is_lost_when_a_teachers_server_ends_or_stands_still(
     sent: signal.Signals, inputs: Path, tmp_path: Path
 ) -> None:
-    model = make_teacher(tmp_path / "teacher")
-    values = recipe_of(inputs, tmp_path, "killed", model) | {"schedule": "async"}
+    models = {"sums": make_teacher(tmp_path / "teacher")}
+    values = recipe_of(inputs, tmp_path, "killed", models) | {"schedule": "async"}
     values["cluster"] |= {"placement": "disaggregated"}
     values["train"] |= {"total_steps": STEPS_OF_KILLED}
     values["checkpoint"] |= {"keep_batches": STEPS_OF_KILLED}
@@ -174,8 +184,8 @@ def test_no_sample_is_lost_when_a_teachers_server_ends_or_stands_still(
         os.killpg(first.pid, sent)
 
     directory = run_and_kill(values, tmp_path, kill)
-    check_run(directory, model, STEPS_OF_KILLED, 0)
-    log = directory / "logs" / "teacher_big.log"
+    check_run(directory, models, STEPS_OF_KILLED, 0)
+    log = directory / "logs" / "teacher_sums.log"
     assert log.read_text().count("server_args=") == 2, "it was started twice"
     assert not log.with_name(f"{log.name}.leftovers.json").exists(), "the second was closed"
 
