@@ -6,13 +6,12 @@ A row that needs more than a value, a choice or a switch has the name of a funct
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-from megagrpo.errors import Problem, RecipeError
 from megagrpo.importing.options import OFF, TYPES, NotKnownError, Options, among, picked, texts, truth, whole
 from megagrpo.recipe.yaml12 import parse
 
@@ -79,7 +78,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class Row:
-    """One option, in one of FORMS. Beside the keys of a form any row has `default` and `page_note`."""
+    """One option. tests/unit/test_importing.py has the forms of rows: keys that are given together."""
 
     default: Any = ABSENT
     """The framework's default, for an option that is not given."""
@@ -158,61 +157,20 @@ class Row:
         return Nothing(self.same) if switched is ABSENT else Write({self.to: switched})
 
 
-FORMS: Sequence[tuple[set[str], set[str]]] = (
-    ({"to", "type"}, {"nothing", "same", "instead", "note", "shown", "when"}),
-    ({"to", "type", "least", "same"}, set()),
-    ({"to", "type", "least", "missing"}, set()),
-    ({"to", "choices", "otherwise"}, {"type", "nothing", "same", "shown", "when"}),
-    ({"to", "nothing", "same", "otherwise"}, {"when"}),
-    ({"to", "if_true", "if_false"}, {"when"}),
-    ({"to", "if_true", "same"}, {"shown", "when"}),
-    ({"to", "if_false", "same"}, {"shown", "when"}),
-    ({"same"}, {"to"}),
-    ({"missing"}, {"to", "nothing", "when"}),
-    ({"part_of"}, set()),
-    ({"part_of", "nothing", "otherwise"}, set()),
-    ({"answer"}, {"to", "when"}),
-    ({"answer", "same"}, {"to", "nothing", "when"}),
-)
-"""Keys that a row of each form has, and those that it may have."""
-
 Table = Mapping[str, Row]
 """Rows by options; `prefix.*` is the row of all options that begin so and have no row of their own."""
 
 
 def read_table(path: Path, functions: Mapping[str, Any]) -> Table:
-    """Reads a file of rows, and of `conditions` by name. functions: those that both name. Raises RecipeError if a row
-    is wrong."""
-    document = parse(path.read_text(encoding="utf-8"), lambda line: f"{path}:{line}")
-    table, problems = dict[str, Row](), [problem for _, problem in document.problems]
-    conditions = {
-        name: Condition(**tree, functions=functions) for name, tree in document.tree.pop("conditions", {}).items()
-    }
-    for option, tree in document.tree.items():
-        if wrong := _wrong(tree, functions, conditions):
-            problems.append(Problem(f"{path}:{document.lines[option]} {option}", wrong, "a row as Row says"))
-        else:
-            named = {"answer": functions.get(tree.get("answer")), "when": conditions.get(tree.get("when"))}
-            table[option] = Row(**{**tree, **named})
-    if problems:
-        raise RecipeError(problems)
-    return table
-
-
-def _wrong(tree: Any, functions: Mapping[str, Any], conditions: Mapping[str, Condition]) -> str:
-    """Returns the first thing that is wrong with a row, or nothing."""
-    if not isinstance(tree, dict) or not tree.keys() <= {key.name for key in fields(Row)}:
-        return str(tree)
-    kinds = {"choices": dict, "nothing": list, "least": int}
-    for key in tree.keys() - {"default", "if_true", "if_false"}:
-        if not isinstance(tree[key], kinds.get(key, str)) or not tree[key]:
-            return f"{key}: {tree[key]}"
-    for key, known in {"type": TYPES, "answer": functions, "when": conditions}.items():
-        if key in tree and tree[key] not in known:
-            return f"{key}: {tree[key]}, which is none of {', '.join(known)}"
-    keys = tree.keys() - {"default", "page_note"}
-    formed = any(needed <= keys <= needed | more for needed, more in FORMS)
-    return "" if formed else f"{', '.join(tree)} together"
+    """Reads a file of rows, and of `conditions` by name. functions: those that both name."""
+    rows = parse(path.read_text(encoding="utf-8"), str).tree
+    named = rows.pop("conditions", {}).items()
+    conditions = {name: Condition(**condition, functions=functions) for name, condition in named}
+    for row in rows.values():
+        for key, known in (("answer", functions), ("when", conditions)):
+            if key in row:
+                row[key] = known[row[key]]
+    return {option: Row(**row) for option, row in rows.items()}
 
 
 # --- answers that several frameworks share ----------------------------------------------------------------------------
