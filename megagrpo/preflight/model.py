@@ -17,7 +17,8 @@ from megagrpo.errors import MegagrpoError, ModelError, PreflightError, Problem, 
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.model_rules import critic_problems
 from megagrpo.recipe.problems import nearest
-from megagrpo.recipe.schema import AnyRecipe, ClassifierConfig, GenerativeConfig, Recipe
+from megagrpo.recipe.schema import AnyRecipe, ClassifierConfig, Recipe
+from megagrpo.recipe.schema.reward import GenerativeConfig
 from megagrpo.section import problem
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture, critic_of
