@@ -58,12 +58,9 @@ Answer = Write | Unwritten | Together
 class Condition:
     """A condition without which options have no effect. Its names are of options, or of functions of all options."""
 
-    otherwise: str
-    """The reason why they have none."""
-    only: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Values by name: each has one of its own."""
-    unless: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Values by name: none has one of these."""
+    otherwise: str  # the reason why they have none
+    only: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # values by name: each has one of its own
+    unless: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # values by name: none has one of these
     functions: Mapping[str, Callable[[Options], Any]] = field(default_factory=dict)
 
     def holds(self, options: Options) -> bool:
@@ -80,38 +77,27 @@ class Condition:
 class Row:
     """One option. tests/unit/test_importing.py has the forms of rows: keys that are given together."""
 
-    default: Any = ABSENT
-    """The framework's default, for an option that is not given."""
-    page_note: str = ""
-    """The difference, for pages."""
-    to: str = ""
-    """The recipe's field that is written, by its dotted path; `*` in it stands for what the row's `*` does."""
-    shown: str = ""
-    """The field that pages name, if it is not `to`."""
-    type: str = ""
-    """The kind of the option's values, of TYPES."""
-    instead: str = ""
-    """The option whose value counts in the place of null."""
-    note: str = ""
-    """The difference, for a reader of the recipe."""
+    default: Any = ABSENT  # the framework's default, for an option that is not given
+    page_note: str = ""  # the difference, for pages
+    to: str = ""  # the recipe's field that is written, by its dotted path; `*` in it stands for what the row's `*` does
+    shown: str = ""  # the field that pages name, if it is not `to`
+    type: str = ""  # the kind of the option's values, of TYPES
+    instead: str = ""  # the option whose value counts in the place of null
+    note: str = ""  # the difference, for a reader of the recipe
     choices: Mapping[str, Any] = field(default_factory=dict)
     """The field's value by the option's, or a mapping of several fields."""
-    otherwise: str = ""
-    """The reason why other values have no counterpart."""
+    otherwise: str = ""  # the reason why other values have no counterpart
     if_true: Any = ABSENT
     if_false: Any = ABSENT
     """The field's value while the option is on or off. One may be left out, with `same` in its place."""
     same: str = ""
     """The reason why the option writes nothing: megagrpo does the same, or the option has no effect. Beside an answer:
     while it is off, or has a value of `nothing`."""
-    missing: str = ""
-    """The reason why the option has no counterpart, and what to do. Values of OFF need none."""
-    nothing: Sequence[Any] = ()
-    """More values that write nothing."""
+    missing: str = ""  # the reason why the option has no counterpart, and what to do. Values of OFF need none
+    nothing: Sequence[Any] = ()  # more values that write nothing
     least: float | None = None
     """The least value that is written: for a lesser one, or none, `same` or `missing` has the reason."""
-    part_of: str = ""
-    """The field that other options write, which read this one."""
+    part_of: str = ""  # the field that other options write, which read this one
     answer: Callable[[Any, Options], Answer] | None = None
     """The function that computes the answer from the option's value and all options."""
     when: Condition | None = None
