@@ -98,7 +98,7 @@ def is_on(step: int) -> bool:
 @contextmanager
 def in_turns(measured: Measured) -> Iterator[None]:
     """Inside, runs of this process keep the rollouts of every other block of steps, and trackers work in it."""
-    keep, serve, finish = Tracker._keep, PrometheusEndpoint.log, FollowerProcess.finish
+    keep, serve, finish = Tracker.rollouts, PrometheusEndpoint.log, FollowerProcess.finish
 
     def step(*given: Any) -> Any:
         measured.trackers_before.append(trackers_cpu_seconds())
@@ -124,7 +124,7 @@ def in_turns(measured: Measured) -> Iterator[None]:
     with (
         patch.object(train, "grpo_step", step),
         patch.object(schedule, "learned_of", learned_of),
-        patch.object(Tracker, "_keep", lambda *given: timed(keep, *given) if measured.on else None),
+        patch.object(Tracker, "rollouts", lambda *given: timed(keep, *given) if measured.on else None),
         patch.object(PrometheusEndpoint, "log", lambda *given: timed(serve, *given) if measured.on else None),
         patch.object(FollowerProcess, "finish", finished),
         writers_time(measured),

@@ -36,17 +36,13 @@ class Work:
     """One piece of work. The code that does it counts `done` up; displays read it at any time."""
 
     what: str
-    total: float | None = None
-    """None: not known."""
-    unit: str = ""
-    """Such as rows. bytes are shown as GB."""
+    total: float | None = None  # None: not known
+    unit: str = ""  # such as rows; bytes are shown as GB
     done: float = 0
-    before: float = 0
-    """The amount done before the work began, which does not count for the pace."""
+    before: float = 0  # the amount done before the work began, which does not count for the pace
     began: float = field(default_factory=time.monotonic)
     thread: int = field(default_factory=threading.get_ident)
-    within: Work | None = None
-    """The work of the same thread of which it is a part."""
+    within: Work | None = None  # the work of the same thread of which it is a part
 
     def advance(self, count: float = 1) -> None:
         """Adds `count` to the amount that is done."""

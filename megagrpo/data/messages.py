@@ -22,8 +22,7 @@ from megagrpo.data.prompts import Reader, rendered
 from megagrpo.data.rows import given_fields, message_problems, simple_schema
 from megagrpo.data.store import Cache, Column, Form
 from megagrpo.errors import Problem, brief
-from megagrpo.recipe.schema import ConversationFileConfig
-from megagrpo.recipe.schema.sft import SftDataConfig
+from megagrpo.recipe.schema.sft import ConversationFileConfig, SftDataConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,12 @@ A row that needs more than a value, a choice or a switch has the name of a funct
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-from megagrpo.errors import Problem, RecipeError
 from megagrpo.importing.options import OFF, TYPES, NotKnownError, Options, among, picked, texts, truth, whole
 from megagrpo.recipe.yaml12 import parse
 
@@ -59,12 +58,9 @@ Answer = Write | Unwritten | Together
 class Condition:
     """A condition without which options have no effect. Its names are of options, or of functions of all options."""
 
-    otherwise: str
-    """The reason why they have none."""
-    only: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Values by name: each has one of its own."""
-    unless: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Values by name: none has one of these."""
+    otherwise: str  # the reason why they have none
+    only: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # values by name: each has one of its own
+    unless: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # values by name: none has one of these
     functions: Mapping[str, Callable[[Options], Any]] = field(default_factory=dict)
 
     def holds(self, options: Options) -> bool:
@@ -79,40 +75,29 @@ class Condition:
 
 @dataclass(frozen=True)
 class Row:
-    """One option, in one of FORMS. Beside the keys of a form any row has `default` and `page_note`."""
+    """One option. tests/unit/test_importing.py has the forms of rows: keys that are given together."""
 
-    default: Any = ABSENT
-    """The framework's default, for an option that is not given."""
-    page_note: str = ""
-    """The difference, for pages."""
-    to: str = ""
-    """The recipe's field that is written, by its dotted path; `*` in it stands for what the row's `*` does."""
-    shown: str = ""
-    """The field that pages name, if it is not `to`."""
-    type: str = ""
-    """The kind of the option's values, of TYPES."""
-    instead: str = ""
-    """The option whose value counts in the place of null."""
-    note: str = ""
-    """The difference, for a reader of the recipe."""
+    default: Any = ABSENT  # the framework's default, for an option that is not given
+    page_note: str = ""  # the difference, for pages
+    to: str = ""  # the recipe's field that is written, by its dotted path; `*` in it stands for what the row's `*` does
+    shown: str = ""  # the field that pages name, if it is not `to`
+    type: str = ""  # the kind of the option's values, of TYPES
+    instead: str = ""  # the option whose value counts in the place of null
+    note: str = ""  # the difference, for a reader of the recipe
     choices: Mapping[str, Any] = field(default_factory=dict)
     """The field's value by the option's, or a mapping of several fields."""
-    otherwise: str = ""
-    """The reason why other values have no counterpart."""
+    otherwise: str = ""  # the reason why other values have no counterpart
     if_true: Any = ABSENT
     if_false: Any = ABSENT
     """The field's value while the option is on or off. One may be left out, with `same` in its place."""
     same: str = ""
     """The reason why the option writes nothing: megagrpo does the same, or the option has no effect. Beside an answer:
     while it is off, or has a value of `nothing`."""
-    missing: str = ""
-    """The reason why the option has no counterpart, and what to do. Values of OFF need none."""
-    nothing: Sequence[Any] = ()
-    """More values that write nothing."""
+    missing: str = ""  # the reason why the option has no counterpart, and what to do. Values of OFF need none
+    nothing: Sequence[Any] = ()  # more values that write nothing
     least: float | None = None
     """The least value that is written: for a lesser one, or none, `same` or `missing` has the reason."""
-    part_of: str = ""
-    """The field that other options write, which read this one."""
+    part_of: str = ""  # the field that other options write, which read this one
     answer: Callable[[Any, Options], Answer] | None = None
     """The function that computes the answer from the option's value and all options."""
     when: Condition | None = None
@@ -158,61 +143,20 @@ class Row:
         return Nothing(self.same) if switched is ABSENT else Write({self.to: switched})
 
 
-FORMS: Sequence[tuple[set[str], set[str]]] = (
-    ({"to", "type"}, {"nothing", "same", "instead", "note", "shown", "when"}),
-    ({"to", "type", "least", "same"}, set()),
-    ({"to", "type", "least", "missing"}, set()),
-    ({"to", "choices", "otherwise"}, {"type", "nothing", "same", "shown", "when"}),
-    ({"to", "nothing", "same", "otherwise"}, {"when"}),
-    ({"to", "if_true", "if_false"}, {"when"}),
-    ({"to", "if_true", "same"}, {"shown", "when"}),
-    ({"to", "if_false", "same"}, {"shown", "when"}),
-    ({"same"}, {"to"}),
-    ({"missing"}, {"to", "nothing", "when"}),
-    ({"part_of"}, set()),
-    ({"part_of", "nothing", "otherwise"}, set()),
-    ({"answer"}, {"to", "when"}),
-    ({"answer", "same"}, {"to", "nothing", "when"}),
-)
-"""Keys that a row of each form has, and those that it may have."""
-
 Table = Mapping[str, Row]
 """Rows by options; `prefix.*` is the row of all options that begin so and have no row of their own."""
 
 
 def read_table(path: Path, functions: Mapping[str, Any]) -> Table:
-    """Reads a file of rows, and of `conditions` by name. functions: those that both name. Raises RecipeError if a row
-    is wrong."""
-    document = parse(path.read_text(encoding="utf-8"), lambda line: f"{path}:{line}")
-    table, problems = dict[str, Row](), [problem for _, problem in document.problems]
-    conditions = {
-        name: Condition(**tree, functions=functions) for name, tree in document.tree.pop("conditions", {}).items()
-    }
-    for option, tree in document.tree.items():
-        if wrong := _wrong(tree, functions, conditions):
-            problems.append(Problem(f"{path}:{document.lines[option]} {option}", wrong, "a row as Row says"))
-        else:
-            named = {"answer": functions.get(tree.get("answer")), "when": conditions.get(tree.get("when"))}
-            table[option] = Row(**{**tree, **named})
-    if problems:
-        raise RecipeError(problems)
-    return table
-
-
-def _wrong(tree: Any, functions: Mapping[str, Any], conditions: Mapping[str, Condition]) -> str:
-    """Returns the first thing that is wrong with a row, or nothing."""
-    if not isinstance(tree, dict) or not tree.keys() <= {key.name for key in fields(Row)}:
-        return str(tree)
-    kinds = {"choices": dict, "nothing": list, "least": int}
-    for key in tree.keys() - {"default", "if_true", "if_false"}:
-        if not isinstance(tree[key], kinds.get(key, str)) or not tree[key]:
-            return f"{key}: {tree[key]}"
-    for key, known in {"type": TYPES, "answer": functions, "when": conditions}.items():
-        if key in tree and tree[key] not in known:
-            return f"{key}: {tree[key]}, which is none of {', '.join(known)}"
-    keys = tree.keys() - {"default", "page_note"}
-    formed = any(needed <= keys <= needed | more for needed, more in FORMS)
-    return "" if formed else f"{', '.join(tree)} together"
+    """Reads a file of rows, and of `conditions` by name. functions: those that both name."""
+    rows = parse(path.read_text(encoding="utf-8"), str).tree
+    named = rows.pop("conditions", {}).items()
+    conditions = {name: Condition(**condition, functions=functions) for name, condition in named}
+    for row in rows.values():
+        for key, known in (("answer", functions), ("when", conditions)):
+            if key in row:
+                row[key] = known[row[key]]
+    return {option: Row(**row) for option, row in rows.items()}
 
 
 # --- answers that several frameworks share ----------------------------------------------------------------------------

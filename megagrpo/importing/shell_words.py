@@ -181,8 +181,7 @@ class _Expansion:
     shell: Shell
     pattern: bool = False
     at: int = 0
-    quoted: bool = False
-    """True for a word with quotation marks: it is a word even if empty."""
+    quoted: bool = False  # a word with quotation marks is a word even if empty
 
     def words(self) -> list[str]:
         pieces = self.pieces(split=True)

@@ -47,19 +47,15 @@ class Framework:
 
     name: str
     title: str
-    program: str
-    """Pattern of the word in a script that names the program."""
-    command: str
-    """The beginning of a command that runs it, for errors."""
-    words: Callable[[Sequence[Word]], dict[str, Given]]
-    """Returns the options of the program's arguments."""
+    program: str  # pattern of the word in a script that names the program
+    command: str  # the beginning of a command that runs it, for errors
+    words: Callable[[Sequence[Word]], dict[str, Given]]  # returns the options of the program's arguments
     module: ModuleType
     """Functions that rows and conditions name, and `rest`: fields that no single option gives, from all options and the
     fields so far, each with its reason."""
     files: Mapping[str, Callable[[Path], dict[str, Given]]] = field(default_factory=dict)
     """Readers of files that are no scripts, by suffix; "": of any other."""
-    negates: bool = False
-    """True if `--no_NAME` switches NAME off."""
+    negates: bool = False  # `--no_NAME` switches NAME off
 
     @cached_property
     def table(self) -> Table:
@@ -81,8 +77,7 @@ class Translation:
     """A recipe's fields in the order of its schema, and the outcome of every option."""
 
     framework: Framework
-    path: Path
-    """The file that the options are from."""
+    path: Path  # the file that the options are from
     fields: Sequence[Field]
     outcomes: Sequence[Outcome]
     notes: Sequence[str] = ()
@@ -97,8 +92,7 @@ class _Written:
 
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, list[str]] = field(default_factory=dict)
-    readers: dict[str, set[str]] = field(default_factory=dict)
-    """Options that decided about each field."""
+    readers: dict[str, set[str]] = field(default_factory=dict)  # options that decided about each field
     notes: list[str] = field(default_factory=list)
 
     def put(self, path: str, value: Any, source: str) -> str:

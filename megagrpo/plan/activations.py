@@ -46,9 +46,7 @@ class RankPass(Pass):
     """The pass of one microbatch through the layers of one rank, with its stage's inputs, outputs and logits."""
 
     architecture: Architecture = field(kw_only=True)
-    layers_again: int = 0
-    """The first layers of each model chunk that the backward pass recomputes whole."""
-
+    layers_again: int = 0  # the first layers of each model chunk that the backward pass recomputes whole
     outputs_freed: bool = False
     """A stage's outputs are freed once they are sent (train.megatron.deallocate_pipeline_outputs)."""
 

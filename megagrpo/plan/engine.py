@@ -28,16 +28,10 @@ class EngineMemory:
 
     weights: int
     cache: int
-    working: int
-    """CUDA graphs, and the activations of a prefill."""
-
+    working: int  # CUDA graphs, and the activations of a prefill
     cache_tokens: int
-    longest: int
-    """Tokens of the longest prompt with the longest response."""
-
-    asked: int
-    """Responses that the recipe has an engine decode at once."""
-
+    longest: int  # tokens of the longest prompt with the longest response
+    asked: int  # responses that the recipe has an engine decode at once
     reserved: bool = False
     """The engine takes its cache at its start, and the cache limits the responses at once. Other caches grow with them,
     and end with the rollout."""
@@ -119,8 +113,7 @@ class EngineSpeed:
     machines: Machines
     assumptions: Assumptions
     item_bytes: int
-    quantized: bool = False
-    """Weights are quantised. Products are assumed to run no faster."""
+    quantized: bool = False  # weights are; products are assumed to run no faster
 
     @property
     def group(self) -> int:

@@ -200,12 +200,9 @@ def largest_share(sizes: Sequence[int], ranks: int) -> int:
 class WeightBytes:
     """The bytes of all weights as engines get them, by the ranks of a stage that share them."""
 
-    whole: float
-    """On every rank: norms, routers, projections down to latents."""
-    attention: float
-    """Shared by the ranks of one group: attention's heads and the vocabulary."""
-    mlp: float
-    """Shared by all ranks, as routed experts are."""
+    whole: float  # on every rank: norms, routers, projections down to latents
+    attention: float  # shared by the ranks of one group: attention's heads and the vocabulary
+    mlp: float  # shared by all ranks, as routed experts are
     experts: float
 
     @property

@@ -55,20 +55,14 @@ class Work:
     """The work of each step of a run, and the engines and times that it takes."""
 
     engines: int
-    slots: int
-    """Responses that an engine decodes at once."""
-
+    slots: int  # responses that an engine decodes at once
     prompts: int
     samples: int
     lengths: Lengths
     token_seconds: TokenSeconds
-    train_seconds: float
-    """From the groups of a step until its weights are there: rewards, logprobs, update, driver."""
-
+    train_seconds: float  # from the groups of a step until its weights are there: rewards, logprobs, update, driver
     sync_seconds: float
-    pause: Pause = "in_place"
-    """The engines' treatment of responses that run when an update begins."""
-
+    pause: Pause = "in_place"  # the engines' treatment of responses that run when an update begins
     read_seconds: ReadSeconds = lambda tokens, squares, responses: 0.0
     """Seconds for prompts and earlier tokens of resumed responses, whose keys and values are recomputed."""
 
@@ -129,30 +123,15 @@ class ScheduleTime:
     """The step time, waits and staleness under a schedule. Shares are of the time of all steps."""
 
     schedule: ScheduleConfig
-    seconds: float
-    """Seconds of a step."""
-
-    trainer_waits: float
-    """Share in which the trainer waits for responses."""
-
-    engines_idle: float
-    """Share in which an engine decodes nothing."""
-
-    slots_empty: float
-    """Share in which a slot of an engine decodes nothing."""
-
-    staleness: float
-    """Mean over groups, in versions: the version that is trained minus the newest when the group began."""
-
+    seconds: float  # of a step
+    trainer_waits: float  # share in which the trainer waits for responses
+    engines_idle: float  # share in which an engine decodes nothing
+    slots_empty: float  # share in which a slot of an engine decodes nothing
+    staleness: float  # mean over groups, in versions: the version that is trained minus the newest when the group began
     staleness_max: int
-    old_tokens: float
-    """Share of the trained tokens whose weights are more than one version older."""
-
-    thrown_tokens: float = 0.0
-    """Share of the sampled tokens that are thrown away (oversample)."""
-
-    shorter: float = 0.0
-    """Share by which trained responses are shorter than those that begin, in the mean."""
+    old_tokens: float  # share of the trained tokens whose weights are more than one version older
+    thrown_tokens: float = 0.0  # share of the sampled tokens that are thrown away (oversample)
+    shorter: float = 0.0  # share by which trained responses are shorter than those that begin, in the mean
 
     @property
     def name(self) -> str:
@@ -267,17 +246,12 @@ class SimulatedStep:
     step: int
     groups: tuple[int, ...]
     staleness: tuple[int, ...]
-    waited: float
-    """Seconds in which the trainer waited for responses."""
-
+    waited: float  # seconds in which the trainer waited for responses
     end: float
     busy_seconds: float
     slot_seconds: float
-    dropped: tuple[int, ...] = ()
-    """Groups that began, and were thrown away."""
-
-    thrown: float = 0.0
-    """Tokens that were sampled of these groups."""
+    dropped: tuple[int, ...] = ()  # groups that began, and were thrown away
+    thrown: float = 0.0  # tokens that were sampled of these groups
 
 
 class SimulatedRun:

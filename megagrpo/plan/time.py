@@ -129,32 +129,17 @@ class Turns:
     """The rollouts of an agent on one engine, and their turns: a rollout waits for tools between answers, and each turn
     reads what is new. Tokens and seconds are means over turns."""
 
-    conversations: float
-    """Rollouts that have begun and not ended."""
-
-    slots: float
-    """Answers that the engine decodes at once."""
-
-    tokens: float
-    """Sampled tokens."""
-
+    conversations: float  # rollouts that have begun and not ended
+    slots: float  # answers that the engine decodes at once
+    tokens: float  # sampled
     new: float
     """Tokens before an answer that no engine has seen: results of tools, and what the template writes around them."""
 
-    again: float
-    """Tokens before an answer whose keys and values are not in the engine's cache any more."""
-
-    history: float
-    """Tokens of a conversation when a turn begins."""
-
-    wait: float
-    """Seconds in which tools and the agent work, from an answer to the next request."""
-
-    reuse: float
-    """Share of the tokens of histories that are found in the cache."""
-
-    cached: float
-    """Conversations that the cache has room for, at most all."""
+    again: float  # tokens before an answer whose keys and values are not in the engine's cache any more
+    history: float  # tokens of a conversation when a turn begins
+    wait: float  # seconds in which tools and the agent work, from an answer to the next request
+    reuse: float  # share of the tokens of histories that are found in the cache
+    cached: float  # conversations that the cache has room for, at most all
 
     @classmethod
     def of(cls, case: Case, engines: int, slots: float, cache_tokens: float) -> Turns | None:
@@ -216,9 +201,7 @@ class Sampling:
     at_once: float
     """Responses that an engine has begun and not ended: it decodes them all at once, but for agents that wait."""
 
-    samples: int
-    """Responses to each prompt."""
-
+    samples: int  # responses to each prompt
     turns: Turns | None = None
 
     @classmethod

@@ -64,8 +64,7 @@ class Products:
     forward: int = 1
     backward: int = 0
     again: frozenset[RecomputeModule] = frozenset()
-    frozen: bool = False
-    """The model's own weights have no gradients, as with adapters."""
+    frozen: bool = False  # the model's own weights have no gradients, as with adapters
 
 
 FORWARD = Products()

@@ -30,16 +30,9 @@ from megagrpo.preflight.model import attempt
 from megagrpo.progress import progress
 from megagrpo.recipe.defaults import own_rewards
 from megagrpo.recipe.reward_functions import executor_of
-from megagrpo.recipe.schema import (
-    AnyRecipe,
-    DataFileConfig,
-    EntryConfig,
-    Recipe,
-    RewardConfig,
-    RewardFunctionConfig,
-    SftRecipe,
-)
+from megagrpo.recipe.schema import AnyRecipe, DataFileConfig, EntryConfig, Recipe, RewardConfig, SftRecipe
 from megagrpo.recipe.schema.data import DecontaminateConfig
+from megagrpo.recipe.schema.reward import RewardFunctionConfig
 from megagrpo.reward.functions import FunctionSpec, function_specs, solution_maker, static_problems
 from megagrpo.reward.scorer import Scorer
 from megagrpo.section import problem

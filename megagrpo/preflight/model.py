@@ -17,7 +17,8 @@ from megagrpo.errors import MegagrpoError, ModelError, PreflightError, Problem, 
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.model_rules import critic_problems
 from megagrpo.recipe.problems import nearest
-from megagrpo.recipe.schema import AnyRecipe, ClassifierConfig, GenerativeConfig, Recipe
+from megagrpo.recipe.schema import AnyRecipe, ClassifierConfig, Recipe
+from megagrpo.recipe.schema.reward import GenerativeConfig
 from megagrpo.section import problem
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture, critic_of
@@ -87,11 +88,8 @@ GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
 def model_directory(recipe: AnyRecipe, plan_only: bool) -> Path:
-    """Returns the directory of model.path on this machine; a plan skips the safetensors files of a hub model."""
-    if plan_only and recipe.model.revision is None and (known := _known_directory(recipe.model.path)):
-        return known
-    patterns = CONFIG_FILES + TOKENIZER_FILES + (() if plan_only else ("*.safetensors",))
-    return local_directory(recipe.model.path, recipe.model.revision, patterns, "model.path")
+    """Returns the directory of model.path on this machine."""
+    return directory_on_ranks(recipe.model.path, "model.path", plan_only, recipe.model.revision)
 
 
 def tokenizer_directory(recipe: AnyRecipe, model: Path | None) -> Path | None:
@@ -123,17 +121,13 @@ def critic_directory(recipe: Recipe, policy: Architecture | None, plan_only: boo
     return directory
 
 
-def directory_on_ranks(path: str, where: str, plan_only: bool) -> Path:
-    """Returns the directory of a further model on the training ranks; a plan skips the safetensors files of the hub."""
+def directory_on_ranks(path: str, where: str, plan_only: bool, revision: str | None = None) -> Path:
+    """Returns the directory of a model on the training ranks. A plan skips the safetensors files of the hub, and finds
+    published models in the local cache, or in megagrpo's configs."""
+    if plan_only and revision is None and not Path(path).is_dir() and (known := known_models().get(path)):
+        return cached_directory(path) or known
     patterns = CONFIG_FILES + TOKENIZER_FILES + (() if plan_only else ("*.safetensors",))
-    known = _known_directory(path) if plan_only else None
-    return known or local_directory(path, None, patterns, where)
-
-
-def _known_directory(path: str) -> Path | None:
-    """Returns a published model's directory in the local cache, or in megagrpo's configs; None for other paths."""
-    known = None if Path(path).is_dir() else known_models().get(path)
-    return known and (cached_directory(path) or known)
+    return local_directory(path, revision, patterns, where)
 
 
 def cached_directory(path: str) -> Path | None:

@@ -95,14 +95,9 @@ def _reward_no_higher(series: Series) -> np.ndarray:
     return _mean(series, "reward/mean", LONG) <= _mean(series, "reward/mean", LONG, back=LONG)
 
 
-def _kl_without_reward(series: Series) -> np.ndarray:
-    now, before = _mean(series, "kl/mean", LONG), _mean(series, "kl/mean", LONG, back=LONG)
-    return (now > KL_LEAST) & (now > KL_GROWTH * before) & _reward_no_higher(series)
-
-
-def _divergence_grows(series: Series) -> np.ndarray:
-    now, before = (_mean(series, "teacher/divergence", LONG, back) for back in (0, LONG))
-    return (now > KL_LEAST) & (now > DIVERGENCE_GROWTH * before)
+def _grows(series: Series, name: str, growth: float, least: float = 0.0) -> np.ndarray:
+    now, before = (_mean(series, name, LONG, back) for back in (0, LONG))
+    return (now > least) & (now > growth * before)
 
 
 def _entropy_collapse(series: Series) -> np.ndarray:
@@ -111,16 +106,6 @@ def _entropy_collapse(series: Series) -> np.ndarray:
     if len(known) < SHORT or known.mean() <= 0:
         return np.zeros(len(entropy), bool)
     return trailing_mean(entropy, SHORT) < ENTROPY_LEFT * known.mean()
-
-
-def _length_explosion(series: Series) -> np.ndarray:
-    now, before = (_mean(series, "response_tokens/mean", LONG, back) for back in (0, LONG))
-    return (now > LENGTH_GROWTH * before) & _reward_no_higher(series)
-
-
-def _staleness(series: Series) -> np.ndarray:
-    old = _mean(series, "staleness/above_1_share", SHORT) > OLD_SHARE
-    return old & (_mean(series, "rollout_ratio/effective_share", SHORT) < EFFECTIVE_SHARE)
 
 
 def _overfitting(series: Series) -> np.ndarray:
@@ -153,17 +138,22 @@ HOLDS: dict[AlertName, Callable[[Series], np.ndarray]] = {
     "gradient_not_finite": lambda series: (
         (_column(series, "skipped_steps") > 0) | (_column(series, "critic/skipped_steps") > 0)
     ),
-    "kl_without_reward": _kl_without_reward,
-    "divergence_grows": _divergence_grows,
+    "kl_without_reward": lambda series: _grows(series, "kl/mean", KL_GROWTH, KL_LEAST) & _reward_no_higher(series),
+    "divergence_grows": lambda series: _grows(series, "teacher/divergence", DIVERGENCE_GROWTH, KL_LEAST),
     "no_teacher": lambda series: _mean(series, "teacher/tokens_share", SHORT) == 0,
     "entropy_collapse": _entropy_collapse,
-    "length_explosion": _length_explosion,
+    "length_explosion": lambda series: (
+        _grows(series, "response_tokens/mean", LENGTH_GROWTH) & _reward_no_higher(series)
+    ),
     "truncated": lambda series: _mean(series, "response_tokens/truncated_share", SHORT) > TRUNCATED_SHARE,
     "no_signal": lambda series: _mean(series, "groups/with_signal_share", LONG) < SIGNAL_SHARE,
     "mismatch": lambda series: _mean(series, "logprob_difference/k3", SHORT) > MISMATCH_K3,
     "routes_differ": lambda series: _mean(series, "routes/differ_share/mean", SHORT) > DIFFER_SHARE,
     "routes_missing": lambda series: _column(series, "routes/missing") > 0,
-    "staleness": _staleness,
+    "staleness": lambda series: (
+        (_mean(series, "staleness/above_1_share", SHORT) > OLD_SHARE)
+        & (_mean(series, "rollout_ratio/effective_share", SHORT) < EFFECTIVE_SHARE)
+    ),
     "overfitting": _overfitting,
     "reward_errors": lambda series: _mean(series, "reward/errors_share", SHORT) > ERRORS_SHARE,
 }

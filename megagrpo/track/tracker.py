@@ -29,7 +29,7 @@ from megagrpo.track.console import make_console, summary_of
 from megagrpo.track.follower import FollowerProcess
 from megagrpo.track.jsonl import METRICS_FILE, MISMATCH_FILE, SCHEDULE_FILE, MismatchRecord, StepLines
 from megagrpo.track.metrics import PrometheusEndpoint, UndocumentedMetric, undocumented
-from megagrpo.track.rollout_files import TRAIN, remove_later
+from megagrpo.track.rollout_files import remove_later
 from megagrpo.track.rollout_writer import Learned, RolloutWriter, StepRollouts, first_groups
 from megagrpo.track.status import RunStatus, end_state, error_line
 from megagrpo.track.tracked_run import Delivered, run_ids
@@ -138,18 +138,13 @@ class Tracker:
         self._metrics.append({"step": step, "time": round(time.time(), 3), **values})
         self._console.log(step, metrics)  # last: it shows a step that is kept
 
-    def rollouts(self, step: int, groups: Sequence[Group], version: int, learned: Learned | None = None) -> None:
-        """Keeps the step's first groups, as many as the recipe sets.
+    def rollouts(
+        self, step: int, sets: Mapping[str, Sequence[Group]], version: int, learned: Learned | None = None
+    ) -> None:
+        """Keeps the step's first groups of each set, as many as the recipe sets: of TRAIN, or of evaluations.
 
-        version: of the policy that the step trains. learned: the results of training for all of `groups`.
+        version: of the policy that they are for. learned: the results of training for all groups of TRAIN.
         """
-        self._keep(step, {TRAIN: groups}, version, learned)
-
-    def evaluated(self, step: int, sets: Mapping[str, Sequence[Group]]) -> None:
-        """Keeps the first groups of each evaluation set, with scores, sampled by the weights of `step`."""
-        self._keep(step, sets, step, None)
-
-    def _keep(self, step: int, sets: Mapping[str, Sequence[Group]], version: int, learned: Learned | None) -> None:
         if self._writer and (settings := self._recipe.track.rollouts):
             kept = {name: first_groups(groups, settings.samples_per_step) for name, groups in sets.items()}
             self._writer.put(StepRollouts(step, kept, version, settings.token_samples_per_step, learned))

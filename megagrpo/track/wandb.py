@@ -121,7 +121,6 @@ class WandB(TrackedRun):
     @property
     def lacks(self) -> str:
         """Returns a text about samples that came after the last step's metrics, or ""."""
-        missing = len(self._missing_samples())
-        return f"the samples of {missing} steps, which came too late: W&B takes nothing after its last step" * bool(
-            missing
-        )
+        if not (missing := len(self._missing_samples())):
+            return ""
+        return f"the samples of {missing} steps, which came too late: W&B takes nothing after its last step"

@@ -23,6 +23,7 @@ from megagrpo.recipe.load import LoadedRecipe, load
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.eval import EvalConfig
 from megagrpo.track.jsonl import step_entries
+from megagrpo.track.rollout_files import TRAIN
 from megagrpo.track.trackers import without_trackers
 from megagrpo.trainer.batches import (
     Sampled,
@@ -79,7 +80,7 @@ def sample_all(setup: Setup[Recipe, Prompt], training: GrpoTraining, state: Trai
                 sampled = training.source.next(step)
             with run.clock.phase("save_batch"):
                 save_batch(run.recipe, step, sampled, steps, keep=steps)
-            setup.tracker.rollouts(step, sampled.groups, run.weights.version)
+            setup.tracker.rollouts(step, {TRAIN: sampled.groups}, run.weights.version)
             metrics = rollout_metrics(sampled.all, run.recipe.reward.scores) | sampling_metrics(run.recipe, sampled)
             setup.tracker.log(step, metrics | run.clock.take())
             state = replace(state, step=step)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
@@ -96,14 +96,8 @@ class TeacherClient(Asked[tuple[np.ndarray, int], TeacherTokens]):
         return TeacherTokens(logprobs, ids.view(np.int32).reshape(shape), ids_logprobs.reshape(shape))
 
 
-@dataclass(frozen=True)
-class Question:
-    """A sample, by its place, whose row has a teacher. Its answer: logprobs, or why there are none."""
-
-    group: int
-    sample: int
-    teacher: str
-    answer: Future[TeacherTokens | UnansweredError]
+Asking = dict[tuple[int, int], tuple[str, Future[TeacherTokens | UnansweredError]]]
+"""Samples whose rows have a teacher, by group and place in it: its name, and logprobs or why there are none."""
 
 
 class Teachers:
@@ -152,16 +146,16 @@ class Teachers:
         try:
             done = score(groups)
             with progress("asking teachers", len(questions), "responses") as work:
-                for question in questions:
-                    waited(question.answer, self._check)
+                for _, answer in questions.values():
+                    waited(answer, self._check)
                     work.advance(1)
         except BaseException:
-            for question in questions:
-                question.answer.cancel()
+            for _, answer in questions.values():
+                answer.cancel()
             raise
         if self._cache is not None:
             self._cache.write()
-        answers = {(one.group, one.sample): (one.teacher, one.answer.result()) for one in questions}
+        answers = {place: (name, answer.result()) for place, (name, answer) in questions.items()}
         self._judge(groups, answers)
         return [_with_answers(group, row, answers) for row, group in enumerate(done)]
 
@@ -178,17 +172,14 @@ class Teachers:
 
     # --- samples and scores -------------------------------------------------------------------------------------------
 
-    def _questions(self, groups: Sequence[Group]) -> list[Question]:
-        if not self._configs:
-            return []
-        named = [teacher_of(self._recipe, group.prompt) for group in groups]
-        return [
-            Question(row, member, name, self._start(self._answer(name, group.prompt, sample)))
-            for row, (group, name) in enumerate(zip(groups, named, strict=True))
-            if name in self._configs
+    def _questions(self, groups: Sequence[Group]) -> Asking:
+        return {
+            (row, member): (name, self._start(self._answer(name, group.prompt, sample)))
+            for row, group in enumerate(groups if self._configs else ())
+            if (name := teacher_of(self._recipe, group.prompt)) in self._configs
             for member, sample in enumerate(group.samples)
             if sample.finish != "abort" and len(sample.tokens)
-        ]
+        }
 
     def _judge(self, groups: Sequence[Group], answers: Mapping[tuple[int, int], tuple[str, object]]) -> None:
         """Counts failures, and reports each teacher's first. Raises TeacherError, with these, if there are too many."""

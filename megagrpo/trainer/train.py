@@ -29,6 +29,7 @@ from megagrpo.recipe.defaults import own_rewards, run_directory, with_absolute_d
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.schedule import SyncConfig
 from megagrpo.reward.scorer import Scorer
+from megagrpo.track.rollout_files import TRAIN
 from megagrpo.trainer.batches import require_another_directory
 from megagrpo.trainer.run import Run, SampleSource, Step, TrainRun
 from megagrpo.trainer.run_loop import Training, run_to_end
@@ -183,8 +184,7 @@ class PolicyTraining(Training):
         setup, tracker = self.setup, self.setup.tracker
         with self.run.clock.phase("step"):
             done = grpo_step(self.run, self.source, step, kl_coefficient or 0.0)
-        groups = done.sampled.groups
-        tracker.rollouts(step, groups, step - 1, done.learned)
+        tracker.rollouts(step, {TRAIN: done.sampled.groups}, step - 1, done.learned)
         if done.sampled.logged:
             tracker.schedule(schedule_line(step, done.sampled))
         excess = report_mismatch(setup.recipe, step, done, tracker, setup.tokenizer.decode)
@@ -226,7 +226,7 @@ class GrpoTraining(PolicyTraining):
             metrics |= {f"{name}/{metric}": value for metric, value in figures.items()}
             responses += of_set
         self.files.begin(step, responses)
-        self.setup.tracker.evaluated(step, scored)
+        self.setup.tracker.rollouts(step, scored, step)
         return metrics
 
     def with_new_ranks(self, saved: Checkpoint | None) -> Self:

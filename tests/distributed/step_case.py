@@ -11,10 +11,11 @@ import numpy as np
 import torch
 import transformers
 
+from megagrpo.algorithm.optimizer import OptimizerConfig
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.batching.rank_batches import TrainSequence
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.recipe.schema import OptimizerConfig, Recipe, SftRecipe
+from megagrpo.recipe.schema import Recipe, SftRecipe
 from megagrpo.weights.boxes import Box
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture

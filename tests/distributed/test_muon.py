@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from megagrpo.algorithm.optimizer import OptimizerConfig
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.checkpoint.torch_dist import TorchCheckpoint
 from megagrpo.megatron.rank import TrainRank
 from megagrpo.megatron.state import shards_of
-from megagrpo.recipe.schema import OptimizerConfig, Recipe, SftRecipe
+from megagrpo.recipe.schema import Recipe, SftRecipe
 from tests.distributed.conftest import CaseOf, Tiny
 from tests.distributed.layouts import ROWS, soak
 from tests.distributed.step_case import LR, Case, StepResult, conversations, make_recipe, make_sft_recipe

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from megagrpo.data.messages import load_examples
 from megagrpo.errors import EXIT_RUN_FAILED, EXIT_STOPPED, EXIT_USER_ERROR
-from megagrpo.recipe.schema import ConversationFileConfig
-from megagrpo.recipe.schema.sft import SftDataConfig
+from megagrpo.recipe.schema.sft import ConversationFileConfig, SftDataConfig
 from megagrpo.tokenizer import load_tokenizer
 from tests.loop import small_run
 from tests.safetensors_files import saved, with_tensors

@@ -19,9 +19,9 @@ from megagrpo.data.mixture import epoch_rows, file_labels, mix, take
 from megagrpo.data.prompts import load_prompts
 from megagrpo.data.store import Cache, Form, Stored, store
 from megagrpo.errors import DataError, ModelError
-from megagrpo.recipe.schema import ConversationFileConfig, DataFileConfig, RewardConfig
+from megagrpo.recipe.schema import DataFileConfig, RewardConfig
 from megagrpo.recipe.schema.data import DataConfig
-from megagrpo.recipe.schema.sft import SftDataConfig
+from megagrpo.recipe.schema.sft import ConversationFileConfig, SftDataConfig
 from megagrpo.tokenizer import load_chat_tokenizer
 from tests.data_files import write_jsonl
 

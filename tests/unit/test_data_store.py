@@ -15,9 +15,9 @@ from megagrpo.data.messages import load_examples
 from megagrpo.data.mixture import Mixture, fingerprint
 from megagrpo.data.prompts import load_prompts
 from megagrpo.errors import DataError
-from megagrpo.recipe.schema import ConversationFileConfig, DataFileConfig
+from megagrpo.recipe.schema import DataFileConfig
 from megagrpo.recipe.schema.data import DataConfig
-from megagrpo.recipe.schema.sft import SftDataConfig
+from megagrpo.recipe.schema.sft import ConversationFileConfig, SftDataConfig
 from megagrpo.types import Prompt
 from tests.data_files import write_jsonl
 

@@ -19,7 +19,7 @@ from megagrpo.algorithm.policy_losses import DppoTvConfig
 from megagrpo.cli import main
 from megagrpo.errors import RecipeError
 from megagrpo.importing import rows
-from megagrpo.importing.options import Given, flags, hydra_overrides
+from megagrpo.importing.options import TYPES, Given, flags, hydra_overrides
 from megagrpo.importing.read import FRAMEWORKS, import_recipe, report
 from megagrpo.importing.shell_words import UNKNOWN, Word
 from megagrpo.importing.translate import Framework, translate
@@ -332,30 +332,35 @@ def test_every_word_of_a_command_is_an_option_or_its_value(names: list[str], val
     assert set(hydra_overrides([Word(f"+a.{name}={value}", 1) for name in names])) == {f"a.{name}" for name in names}
 
 
+FORMS: list[tuple[set[str], set[str]]] = [
+    ({"to", "type"}, {"nothing", "same", "instead", "note", "shown", "when"}),
+    ({"to", "type", "least"}, {"same", "missing"}),
+    ({"to", "otherwise"}, {"choices", "type", "nothing", "same", "shown", "when"}),
+    ({"to", "if_true", "if_false"}, {"when"}),
+    ({"to", "same"}, {"if_true", "if_false", "shown", "when"}),
+    ({"same"}, {"to"}),
+    ({"missing"}, {"to", "nothing", "when"}),
+    ({"part_of"}, {"nothing", "otherwise"}),
+    ({"answer"}, {"to", "same", "nothing", "when"}),
+]
+"""Keys that a row of each form has, and those that it may have beside `default` and `page_note`."""
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=FRAMEWORKS)
-def test_every_row_is_read_and_every_function_and_condition_is_named(framework: Framework) -> None:
-    trees = parse((Path(rows.__file__).with_name(f"{framework.name}.yaml")).read_text(encoding="utf-8"), str).tree
+def test_every_row_has_a_form_and_every_function_and_condition_is_named(framework: Framework) -> None:
+    document = parse((Path(rows.__file__).with_name(f"{framework.name}.yaml")).read_text(encoding="utf-8"), str)
+    assert not document.problems
+    trees, kinds = document.tree, {"choices": dict, "nothing": list, "least": int}
     conditions = trees.pop("conditions")
     assert {row["when"] for row in trees.values() if "when" in row} == conditions.keys()
     functions = re.findall(r"\ndef (\w+)\(\w+: Any, \w+: Options\) -> Answer:", inspect.getsource(framework.module))
     assert {row["answer"] for row in trees.values() if "answer" in row} == set(functions)
-
-
-WRONG_ROWS = """to: seed, type: hole
-to: seed, answer: hole
-to: seed, type: whole, when: hole
-to: seed, type: whole, deafult: 1
-to: [seed], type: whole
-to: seed
-same: here, missing: not here"""
-
-
-@pytest.mark.parametrize("row", WRONG_ROWS.splitlines())
-def test_a_wrong_row_is_refused_with_its_file_and_line(tmp_path: Path, row: str) -> None:
-    path = tmp_path / "some.yaml"
-    path.write_text(f"# rows\nseed: {{same: here}}\nlr: {{{row}}}\n")
-    with pytest.raises(RecipeError, match=f"{path}:3 lr"):
-        rows.read_table(path, {})
+    for option, row in trees.items():
+        keys = row.keys() - {"default", "page_note"}
+        assert any(needed <= keys <= needed | more for needed, more in FORMS), f"{option}: {row}"
+        for key in row.keys() - {"default", "if_true", "if_false"}:
+            assert isinstance(row[key] or None, kinds.get(key, str)), f"{option}: {key}"
+        assert row.get("type", "any") in TYPES, option
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -13,15 +13,11 @@ import jsonschema
 import pytest
 import yaml
 
+from megagrpo.algorithm.advantages import AdvantageConfig
+from megagrpo.algorithm.aggregation import AggregationConfig
+from megagrpo.algorithm.policy_losses import PolicyLossConfig
 from megagrpo.cli import main
-from megagrpo.recipe.schema import (
-    AdvantageConfig,
-    AggregationConfig,
-    AnyRecipe,
-    PolicyLossConfig,
-    Recipe,
-    SftRecipe,
-)
+from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.recipe.yaml12 import parse
 from megagrpo.section import Section, broken_rules
 from tests.methods import names

@@ -78,7 +78,7 @@ def with_settings(recipe: Recipe, **settings: Any) -> Recipe:
 
 def log(tracker: Tracker, steps: range) -> None:
     for step in steps:
-        tracker.rollouts(step, [group("82", "1+1", name=f"p{step}")], step)
+        tracker.rollouts(step, {"train": [group("82", "1+1", name=f"p{step}")]}, step)
         tracker.log(step, {"eval/sums/mean@1": step / 10, "seconds/step": 1.0, "grad_norm": math.inf})
 
 

@@ -34,7 +34,8 @@ def run_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             trackers_in_thread(patched)
             tracker = ended.enter_context(Tracker(recipe, 2, tokenizer=TOKENIZER))
             for step in (1, 2):
-                tracker.rollouts(step, [group("82", "1+1", name=f"p{step}"), group_of(calculator_run())], step)
+                groups = [group("82", "1+1", name=f"p{step}"), group_of(calculator_run())]
+                tracker.rollouts(step, {"train": groups}, step)
                 tracker.log(step, {"reward/mean": step / 4, "seconds/step": 1.0})
         run_id = tracker.run_ids["mlflow"]
         experiment_id = MlflowClient(server.uri).get_run(run_id).info.experiment_id

@@ -33,7 +33,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     with pytest.MonkeyPatch.context() as patched:
         trackers_in_thread(patched)
         with Tracker(recipe, 10, tokenizer=TOKENIZER) as tracker:
-            tracker.rollouts(3, [group("82", "1+1"), group_of(calculator_run(), failed)], 3)
+            tracker.rollouts(3, {"train": [group("82", "1+1"), group_of(calculator_run(), failed)]}, 3)
             tracker.log(3, {"reward/mean": 1.0})
     client = MlflowClient(tracking_uri(recipe))
     run = the_run(client, directory.name)

@@ -46,7 +46,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def log(tracker: Tracker, steps: range, since: float = 0.0) -> None:
     for step in steps:
-        tracker.rollouts(step, [group("82", "1+1", name=f"p{step}")], step)
+        tracker.rollouts(step, {"train": [group("82", "1+1", name=f"p{step}")]}, step)
         tracker.log(step, {"reward/mean": since + step / 8, "seconds/step": 1.0})
 
 

@@ -319,10 +319,10 @@ def test_without_room_the_run_goes_on_and_loses_nothing_else(tmp_path: Path, cap
     with Tracker(recipe, 10, tokenizer=TOKENIZER) as tracker:
         with small_disk(3000):  # less than a file of rollouts
             for number in (1, 2):
-                tracker.rollouts(number, [group("82")], number - 1)
+                tracker.rollouts(number, {TRAIN: [group("82")]}, number - 1)
                 wait_until(partial(left_out, tracker, number))
                 tracker.log(number, {"reward/mean": 1.0})
-        tracker.rollouts(3, [group("82")], 2)
+        tracker.rollouts(3, {TRAIN: [group("82")]}, 2)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["reward/mean"], line["rollouts/left_out"]) for line in lines] == [(1, 1, 1), (2, 1, 2)]
     assert rollout_steps(directory) == [3], "there is room again"
@@ -443,8 +443,8 @@ def run_directory(tmp_path: Path) -> Path:
     )
     events = (*calculator_run().events, tool_event(1.7, 0.25, error="took longer than 60 s"), begun)
     with Tracker(tracked_recipe(tmp_path, console="off"), 10, tokenizer=make_tokenizer()) as tracker:
-        tracker.rollouts(1, [group_of(calculator_run())], 0)
-        tracker.rollouts(2, [group_of(calculator_run(), failed), group_of(calculator_run(events=events))], 1)
+        tracker.rollouts(1, {TRAIN: [group_of(calculator_run())]}, 0)
+        tracker.rollouts(2, {TRAIN: [group_of(calculator_run(), failed), group_of(calculator_run(events=events))]}, 1)
     return tmp_path / "runs" / "adder"
 
 

@@ -36,20 +36,6 @@ FLOAT8_GPUS = ("H100", "H100-PCIe", "H100-NVL", "H200", "H20", "H800", "L40S", "
 """GPUs on which SGLang keeps float8 blocks as they are sent: Marlin packs them before Ada, DeepGEMM on Blackwell."""
 
 
-def _unknown_teachers(recipe: Recipe) -> Iterator[dict[str, object]]:
-    distillation = recipe.algorithm.distillation
-    for source, name in distillation.by_source.items() if distillation else ():
-        if name is not None and name not in recipe.teachers:
-            yield {"source": source, "name": name, "known": ", ".join(recipe.teachers) or "(none)"}
-
-
-def _unused_teachers(recipe: Recipe) -> Iterator[dict[str, object]]:
-    distillation = recipe.algorithm.distillation
-    if distillation and distillation.by_source and distillation.column is None:
-        for name in recipe.teachers.keys() - set(distillation.by_source.values()):
-            yield {"name": name}
-
-
 def _asked_teachers(recipe: Recipe) -> Iterator[dict[str, Any]]:
     """Yields the teachers that answer requests, if the recipe has distillation."""
     for name, teacher in recipe.teachers.items() if recipe.algorithm.distillation else ():
@@ -63,8 +49,17 @@ TEACHER_RULES: Rules[Recipe] = {
     "teachers_of_no_row": lambda r: (
         len(r.teachers) > 1 and (of := r.algorithm.distillation) and not of.by_source and of.column is None
     ),
-    "teacher_of_a_source": _unknown_teachers,
-    "teacher_of_no_source": _unused_teachers,
+    "teacher_of_a_source": lambda r: (
+        {"source": source, "name": name, "known": ", ".join(r.teachers) or "(none)"}
+        for source, name in (r.algorithm.distillation.by_source.items() if r.algorithm.distillation else ())
+        if name is not None and name not in r.teachers
+    ),
+    "teacher_of_no_source": lambda r: (
+        (of := r.algorithm.distillation)
+        and of.by_source
+        and of.column is None
+        and [{"name": name} for name in r.teachers.keys() - set(of.by_source.values())]
+    ),
     "objective_on_ranks": lambda r: (of := r.algorithm.distillation) and of.objective.on_ranks and _asked_teachers(r),
     "temperature_of_asked_teachers": lambda r: r.rollout.temperature != 1 and _asked_teachers(r),
     "kept_sets_of_asked_teachers": lambda r: (

@@ -56,33 +56,39 @@ class EngineLayoutConfig(Section):
         return "finish" if self.pipeline > 1 else wanted
 
 
-class SglangConfig(BaseModel):
+class _Servers(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, use_attribute_docstrings=True)
+    ENGINE: ClassVar[str]
+
+    @property
+    def engine_kind(self) -> EngineKind:
+        """Returns the kind of engines that has these servers."""
+        return ENGINES[self.ENGINE]
+
+    def wrong_numbers(self, *names: str) -> Iterator[dict[str, object]]:
+        """Yields the arguments of these names that are no positive integers."""
+        for name, value in ((name, (self.model_extra or {}).get(name)) for name in names):
+            if value is not None and (type(value) is not int or value <= 0):
+                yield {"name": name, "value": value}
+
+
+class SglangConfig(_Servers):
     """SGLang servers. Every key but `python` is an argument of `sglang.launch_server`, with underscores."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True, use_attribute_docstrings=True)
+    ENGINE = "sglang"
 
     python: str | None = None
     """Interpreter of another environment that has SGLang; the default is the one that runs megagrpo."""
 
-    @property
-    def engine_kind(self) -> EngineKind:
-        """Returns the kind of engines that has these servers."""
-        return ENGINES["sglang"]
 
-
-class VllmConfig(BaseModel):
+class VllmConfig(_Servers):
     """vLLM servers. Every key but `python` is an argument of `vllm serve`, with underscores."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True, use_attribute_docstrings=True)
+    ENGINE = "vllm"
 
     python: str | None = None
     """Interpreter of an environment that has vLLM. The default is .venv-vllm/bin/python, in the working directory or
     beside the environment that runs megagrpo, if it exists, else the one that runs megagrpo."""
-
-    @property
-    def engine_kind(self) -> EngineKind:
-        """Returns the kind of engines that has these servers."""
-        return ENGINES["vllm"]
 
 
 def settings_of_others(section: Section, kind: EngineKind) -> Iterator[dict[str, object]]:
@@ -298,22 +304,13 @@ class RolloutConfig(Section):
             and not (isinstance(share, float) and 0 < share < 1)
         ),
         "sglang_number": lambda r: (
-            {"name": name, "value": value}
-            for name in SGLANG_NUMBERS
-            if (value := (r.sglang.model_extra or {}).get(name)) is not None
-            if (name, value) != ("chunked_prefill_size", -1)
-            if not isinstance(value, int) or isinstance(value, bool) or value <= 0
+            of for of in r.sglang.wrong_numbers(*SGLANG_NUMBERS) if of != {"name": "chunked_prefill_size", "value": -1}
         ),
         "gpu_memory_utilization": lambda r: (
             (share := (r.vllm.model_extra or {}).get("gpu_memory_utilization")) is not None
             and not (type(share) in (float, int) and 0 < share <= 1)
         ),
-        "vllm_number": lambda r: (
-            {"name": name, "value": value}
-            for name in VLLM_NUMBERS
-            if (value := (r.vllm.model_extra or {}).get(name)) is not None
-            if not isinstance(value, int) or isinstance(value, bool) or value <= 0
-        ),
+        "vllm_number": lambda r: r.vllm.wrong_numbers(*VLLM_NUMBERS),
         "layout_of_the_embedded_engine": lambda r: (
             {"field": field, "size": size}
             for field, size in r.layout.model_dump().items()
