@@ -167,3 +167,6 @@ class SglangEngine(ServedEngine):
 
     def resume_of_server(self, tags: Sequence[MemoryTag]) -> None:
         self._client.post("/resume_memory_occupation", {"tags": list(tags)})
+
+
+ENGINE = SglangEngine

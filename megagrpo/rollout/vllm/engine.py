@@ -122,3 +122,6 @@ class VllmEngine(ServedEngine):
         self._client.post("/wake_up?" + "&".join(f"tags={tag}" for tag in tags), {})
         if not self._released - set(tags):
             self._paused = False  # vLLM resumes once all memory is back
+
+
+ENGINE = VllmEngine
