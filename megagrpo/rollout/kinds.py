@@ -144,7 +144,7 @@ class EngineKind:
 
     def model_problems(self, directory: Path) -> Sequence[Problem]:
         """Finds reasons for which an engine cannot start with the model in this directory."""
-        return ()
+        return self.arguments.model_problems(directory) if self.settings else ()
 
     def context_problems(self, architecture: Architecture, rollout: RolloutConfig) -> Sequence[Problem]:
         """Finds problems of the context length that the recipe gives to servers of this model."""
@@ -261,12 +261,6 @@ class Sglang(External):
     def extras(self, rollout: RolloutConfig) -> Sequence[str]:
         return ("sglang",) if rollout.sglang.python is None else ()
 
-    def model_problems(self, directory: Path) -> Sequence[Problem]:
-        from megagrpo.rollout.arguments import model_problems
-        from megagrpo.weights.families import FAMILIES
-
-        return model_problems(directory, {name: family.sglang for name, family in FAMILIES.items()}, "SGLang")
-
     def route_buffer_bytes(self, case: Case) -> int:
         return self.module("memory").route_buffer_bytes(case)
 
@@ -296,12 +290,6 @@ class Vllm(ExternalVllm):
 
     def beside_training(self, share: float) -> dict[str, Any]:
         return {"rollout.vllm.enable_sleep_mode": True, "rollout.vllm.gpu_memory_utilization": share}
-
-    def model_problems(self, directory: Path) -> Sequence[Problem]:
-        from megagrpo.rollout.arguments import model_problems
-        from megagrpo.weights.families.vllm_classes import CLASSES
-
-        return model_problems(directory, CLASSES, "vLLM")
 
     def context_problems(self, architecture: Architecture, rollout: RolloutConfig) -> Sequence[Problem]:
         return self.module("arguments").context_problems(architecture, rollout.server_context)
