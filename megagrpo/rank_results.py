@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from megagrpo.algorithm.correction import Correction
     from megagrpo.algorithm.mismatch import Mismatch
 
 
@@ -25,7 +24,7 @@ class StepMetrics:
     clip_high_fraction: float  # tokens whose gradient the upper bound cut
     ratio_mean: float | None  # ratio of the policy's probability to the old one; None: no token was sampled
     mismatch: Mismatch  # between the trainer's logprobs before the update and the engines'
-    correction: Correction | None  # None: the recipe has none
+    correction: dict[str, float] | None  # of correction_of; None: the recipe has none
     grad_norm: float  # before clipping, mean over the optimizer steps that were taken; NaN if none was
     skipped_steps: int  # optimizer steps that were not taken: the loss or a gradient was not finite
     route_differences: tuple[float, ...] | None = None  # by layer with experts, tokens that its router sends elsewhere

@@ -7,7 +7,6 @@ with the conversation, and no token of an earlier turn is rendered or encoded ag
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from megagrpo.agents.dialects.chat_request import Message, call
+from megagrpo.agents.dialects.chat_request import Message, call, with_text_arguments
 from megagrpo.agents.turns import BranchReason
 from megagrpo.errors import first_line
 from megagrpo.recipe.schema import Recipe
@@ -100,7 +99,7 @@ class Chat:
             for message in messages
         ]  # some templates read a thought by this name
         if self._as_text:
-            named = [_with_text(message) for message in named]
+            named = list(map(with_text_arguments, named))
         return str(
             self.tokenizer.apply_chat_template(
                 named, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt,
@@ -214,17 +213,6 @@ def _facts(chat: Chat) -> Facts:
         several_calls=MARK in both and END in both,
         refused=refused,
     )
-
-
-def _with_text(message: Message) -> Message:
-    """Returns the message with its calls' arguments as text, JSON."""
-    if not message.get("tool_calls"):
-        return message
-    calls = [
-        call(one["id"], one["function"]["name"], json.dumps(one["function"]["arguments"], ensure_ascii=False))
-        for one in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
 
 
 def _rendered(chat: Chat, messages: Sequence[Message], tools: Tools = ()) -> str:

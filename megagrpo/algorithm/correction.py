@@ -185,16 +185,6 @@ class Corrected:
     sums: Tensor  # float64 [6], which add over ranks and minibatches; `correction_of` reads them
 
 
-@dataclass(frozen=True)
-class Correction:
-    """The figures of a step's correction, over all response tokens."""
-
-    weight_mean: float  # mean weight within its bounds, before `normalize`; 1 without weights
-    outside_share: float  # of tokens whose weight was outside of the bounds
-    rejected_share: float  # of tokens that were left out, by rejections or the veto
-    vetoed_share: float  # of sequences that the veto left out
-
-
 def correct(
     old: Tensor,
     rollout: Tensor,
@@ -240,15 +230,16 @@ def correct(
     return Corrected(importance, kept, sums)
 
 
-def correction_of(sums: Tensor) -> Correction:
-    """Computes a step's figures from `Corrected.sums` over all ranks and minibatches."""
+def correction_of(sums: Tensor) -> dict[str, float]:
+    """Computes a step's figures, by their names in track/metrics.yaml, from `Corrected.sums` over all ranks and
+    minibatches. The mean weight is that within the bounds, before `normalize`; 1 without weights."""
     tokens, weight, outside, rejected, sequences, vetoed = sums.tolist()
-    return Correction(
-        weight_mean=weight / tokens if tokens else 1.0,
-        outside_share=outside / max(tokens, 1.0),
-        rejected_share=rejected / max(tokens, 1.0),
-        vetoed_share=vetoed / max(sequences, 1.0),
-    )
+    return {
+        "weight_mean": weight / tokens if tokens else 1.0,
+        "outside_share": outside / max(tokens, 1.0),
+        "rejected_share": rejected / max(tokens, 1.0),
+        "vetoed_share": vetoed / max(sequences, 1.0),
+    }
 
 
 def _bounded_weights(log_ratio: Tensor, sequences: Sequences, settings: ImportanceConfig) -> tuple[Tensor, Tensor]:

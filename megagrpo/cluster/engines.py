@@ -24,7 +24,8 @@ from megagrpo.cluster.waiting import answer_of, end_actors, wait_for
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.processes.ports import free_port
 from megagrpo.recipe.schema import Recipe
-from megagrpo.rollout.engine import Engine, EngineNode, EngineSpec, Server, SoFar
+from megagrpo.rollout.engine import Engine, EngineNode, EngineSpec, SoFar
+from megagrpo.rollout.server import Server
 from megagrpo.types import Request, Sample
 from megagrpo.weights.boxes import Manifest, Place
 
@@ -175,7 +176,6 @@ class EngineNodeActor:
         self.spec = spec
 
     def address(self) -> str:
-        """Returns this node's IP address."""
         return ray.util.get_node_ip_address()
 
     def start(self, node: EngineNode) -> None:
@@ -321,8 +321,7 @@ class EngineActors:
         self._end(list(self.by_name), CLOSE_SECONDS)
 
     def close(self) -> None:
-        """Ends the engines and the servers that they started: in up to 30 s, or 5 s for engines that still start, and
-        for those that failed."""
+        """Ends the engines and their servers: in up to 30 s, or 5 s for those that still start or have failed."""
         _, starting = ray.wait(list(self._starting.values()), num_returns=len(self._starting), timeout=0)
         begun = [name for name, start in self._starting.items() if start in starting]
         self._end([name for name in {*begun, *self.restarts} if name in self.by_name], CLOSE_SECONDS)

@@ -33,8 +33,9 @@ from megagrpo.reward.executors import Served
 from megagrpo.reward.judging.asked import Reply
 from megagrpo.reward.judging.classifier import Conversation
 from megagrpo.reward.judging.client import CHAT, HttpEndpoint
-from megagrpo.rollout.engine import Server, ServerSpec
+from megagrpo.rollout.engine import ServerSpec
 from megagrpo.rollout.kinds import EngineKind
+from megagrpo.rollout.server import Server
 from megagrpo.rollout.token_scores import TokenScores
 
 if TYPE_CHECKING:  # torch follows prepare_process

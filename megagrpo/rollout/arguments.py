@@ -36,8 +36,23 @@ class Arguments:
     """Commands that install the engine."""
     interpreter: Callable[[Any], str]
     """The interpreter that its settings in a recipe choose."""
+    classes: Mapping[str, SglangClass]
+    """Its classes of models, by family."""
     environment: Callable[[], Mapping[str, str]] = dict
     """Variables that the check needs."""
+
+    def model_problems(self, directory: Path) -> list[Problem]:
+        """Returns problems of config.json. Without the name of a model class an engine exits after its start; without
+        keys that its class reads it exits, or takes defaults."""
+        path = directory / "config.json"
+        config = read_json(path)
+        architectures, of_class = config.get("architectures") or [], self.classes.get(str(config.get("model_type")))
+        problems = []
+        if not any(str(name).endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures):
+            problems.append(problem("class_of_the_model", config=path, architectures=brief(architectures)))
+        if of_class is not None:
+            problems += key_problems(str(path), config.get("text_config") or config, of_class, self.engine)
+        return problems
 
     def problems(self, settings: Any, section: str, named_by: str, *, plan_only: bool) -> list[Problem]:
         """Finds problems in settings of servers, a section of the recipe. `named_by`: the field that asks for the
@@ -69,20 +84,6 @@ def owned(module: str) -> dict[str, str]:
     """Reads owned.yaml, beside the file of a module, for the arguments that megagrpo sets."""
     table = table_beside(module, "owned.yaml")
     return table["decided_by"] | {name: f"nothing: {row['why']}" for row in table["nothing"] for name in row["names"]}
-
-
-def model_problems(directory: Path, classes: Mapping[str, SglangClass], engine: str) -> list[Problem]:
-    """Returns problems of config.json. Without the name of a model class an engine exits after its start; without keys
-    that its class, one of `classes` by family, reads it exits, or takes defaults."""
-    path = directory / "config.json"
-    config = read_json(path)
-    architectures, of_class = config.get("architectures") or [], classes.get(str(config.get("model_type")))
-    problems = []
-    if not any(str(name).endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures):
-        problems.append(problem("class_of_the_model", config=path, architectures=brief(architectures)))
-    if of_class is not None:
-        problems += key_problems(str(path), config.get("text_config") or config, of_class, engine)
-    return problems
 
 
 def asked(

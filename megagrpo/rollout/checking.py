@@ -7,6 +7,7 @@ Standard input is a JSON object: `options`, and `names_only`, to check no values
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib.metadata
 import importlib.util
@@ -14,6 +15,7 @@ import json
 import sys
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 OLDEST_PYTHON = (3, 11)
@@ -33,11 +35,25 @@ class Check(ABC):
     """The first version that is too new: what is imported of the engine lies elsewhere."""
     command: str
     """The program whose arguments these are."""
+    sources: tuple[str, ...]
+    """Files of the package, as patterns, with classes whose fields are the arguments."""
+    classes: tuple[str, ...] = ()
+    """Names of these classes; empty: all of the files."""
 
-    @abstractmethod
     def declared_names(self) -> set[str]:
         """Reads the names of arguments from the engine's source, because its import takes seconds. Returns an empty set
         if they are not where they are known to be."""
+        spec = importlib.util.find_spec(self.package)
+        places = map(Path, spec.submodule_search_locations or ()) if spec else ()
+        files = [file for place in places for source in self.sources for file in place.glob(source)]
+        return {
+            field.target.id
+            for file in files
+            for node in ast.parse(file.read_text(encoding="utf-8")).body
+            if isinstance(node, ast.ClassDef) and (not self.classes or node.name in self.classes)
+            for field in node.body
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id[0] != "_"
+        }
 
     @abstractmethod
     def option_problems(self, options: dict[str, Any]) -> list[dict[str, str]]:

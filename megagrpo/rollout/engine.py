@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -117,25 +117,6 @@ class ServerSpec:
     top_ids: int | None = None
     returns_routes: bool = False
     node: EngineNode | None = None
-
-
-class Server(Protocol):
-    """A server that a kind has started, or its process on one node."""
-
-    url: str
-    api_key: str
-
-    def wait_until_ready(self, timeout_seconds: float) -> None:
-        """Returns once the server has generated a token. Raises EngineError."""
-
-    def check_running(self) -> None:
-        """Raises EngineError if its process has ended."""
-
-    def end(self, reason: Problem) -> None:
-        """Ends it, so that later calls raise EngineError with this reason."""
-
-    def close(self) -> None:
-        """Ends its processes and removes its files."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """The kinds of engines. A recipe looks `rollout.engine` up in ENGINES once; other folders ask the kind, not the name.
 
 Every recipe imports this module. So methods import an engine, its memory, or its side of the weights, when they are
-called.
+called. Kinds of servers have theirs in modules of equal names: `package`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from megagrpo.recipe.schema import Recipe
     from megagrpo.recipe.schema.rollout import RolloutConfig
     from megagrpo.rollout.arguments import Arguments
-    from megagrpo.rollout.engine import Engine, EngineSpec, Server, ServerSpec
+    from megagrpo.rollout.engine import Engine, EngineSpec, ServerSpec
     from megagrpo.rollout.token_scores import TokenScores
     from megagrpo.weights.families.architecture import Architecture
 
@@ -67,6 +68,9 @@ class EngineKind:
     answers_chats = False
     """True if its servers answer conversations, as those of generative reward models do."""
 
+    package: str = ""
+    """Name of the folder of its servers beside this file, and of their side, a module of weights/sides."""
+
     settings: str | None = None
     """Name of the section of `rollout` that has the settings of its servers, which recipes of other kinds leave out."""
 
@@ -89,10 +93,14 @@ class EngineKind:
         """Returns the arguments that the recipe gives to the servers."""
         return getattr(rollout, self.settings).model_extra or {} if self.settings else {}
 
+    def module(self, name: str) -> Any:
+        """Imports a module of its package."""
+        return import_module(f"megagrpo.rollout.{self.package}.{name}")
+
     @property
     def arguments(self) -> Arguments:
         """Returns what is known of the arguments of its servers, of a kind with `settings`."""
-        raise NotImplementedError
+        return self.module("arguments").ARGUMENTS
 
     def requests_at_once(self, recipe: Recipe) -> int:
         """Returns the number of responses that an engine decodes in one batch: rollout.requests_at_once or fewer."""
@@ -136,7 +144,7 @@ class EngineKind:
 
     def model_problems(self, directory: Path) -> Sequence[Problem]:
         """Finds reasons for which an engine cannot start with the model in this directory."""
-        return ()
+        return self.arguments.model_problems(directory) if self.settings else ()
 
     def context_problems(self, architecture: Architecture, rollout: RolloutConfig) -> Sequence[Problem]:
         """Finds problems of the context length that the recipe gives to servers of this model."""
@@ -145,31 +153,33 @@ class EngineKind:
     @property
     def side(self) -> Any:
         """Returns the side of the weights of a kind that splits: a module of weights/sides with `split_problems`."""
-        raise NotImplementedError
+        return import_module(f"megagrpo.weights.sides.{self.package}")
 
     def memory(self, case: Case) -> EngineMemory:
         """Returns the memory of an engine on its fullest device. Raises ModelError if it cannot hold the model."""
+        if self.settings:
+            return self.module("memory").engine_memory(case)
         from megagrpo.plan.engine import memory_of_whole_model
 
         return memory_of_whole_model(case)
 
     def server(self, spec: ServerSpec) -> Any:
         """Starts a Server, or its process on `spec.node`. None: this kind starts none."""
-        return None
+        return self.module("arguments").start_server(spec) if self.settings else None
 
     def engine(self, spec: EngineSpec, server: Any) -> Engine:
         """Makes an engine, which answers requests on return. Raises ModelError or EngineError."""
-        raise NotImplementedError
+        return self.module("engine").ENGINE(spec, server)
 
     def served_model(self, url: str, api_key: str) -> Mapping[str, Any]:
         """Asks the server at `url` about its model and weights, for kinds that the run does not start. Raises
         EngineError if no server of this kind answers."""
-        raise NotImplementedError
+        return self.module("client").served_model(url, api_key)
 
     @property
     def token_scores(self) -> TokenScores:
         """Returns requests for the logprobs of given tokens, for kinds of servers."""
-        raise NotImplementedError
+        return self.module("client").SCORES
 
 
 class Transformers(EngineKind):
@@ -206,7 +216,7 @@ class Transformers(EngineKind):
 class External(EngineKind):
     """SGLang servers that run already. The recipe does not know their options."""
 
-    started_by_us = False
+    started_by_us, package = False, "sglang"
     streams = splits = spans_nodes = experts_need_gpus = reads_files = returns_kept_sets = True
     returns_sets_of_min_p = False  # its sampler by seeds fails
 
@@ -228,40 +238,12 @@ class External(EngineKind):
     def keeps_prefixes(self, rollout: RolloutConfig) -> bool:
         return not self.options(rollout).get("disable_radix_cache")
 
-    @property
-    def side(self) -> Any:
-        from megagrpo.weights.sides import sglang
-
-        return sglang
-
-    def engine(self, spec: EngineSpec, server: Any) -> Engine:
-        from megagrpo.rollout.sglang.engine import SglangEngine
-
-        return SglangEngine(spec, server)
-
-    def served_model(self, url: str, api_key: str) -> Mapping[str, Any]:
-        from megagrpo.rollout.sglang.client import served_model
-
-        return served_model(url, api_key)
-
-    @property
-    def token_scores(self) -> TokenScores:
-        from megagrpo.rollout.sglang.client import SCORES
-
-        return SCORES
-
 
 class Sglang(External):
     """SGLang servers that the run starts and ends: the same engine and side, with options, problems and memory."""
 
     started_by_us = starts_without_weights = quantizes = multiplies_in_float8 = answers_chats = True
     settings, context = "sglang", "context_length"
-
-    @property
-    def arguments(self) -> Arguments:
-        from megagrpo.rollout.sglang.arguments import ARGUMENTS
-
-        return ARGUMENTS
 
     def releases_memory(self, rollout: RolloutConfig) -> bool:
         return bool(self.options(rollout).get("enable_memory_saver"))
@@ -279,26 +261,8 @@ class Sglang(External):
     def extras(self, rollout: RolloutConfig) -> Sequence[str]:
         return ("sglang",) if rollout.sglang.python is None else ()
 
-    def model_problems(self, directory: Path) -> Sequence[Problem]:
-        from megagrpo.rollout.arguments import model_problems
-        from megagrpo.weights.families import FAMILIES
-
-        return model_problems(directory, {name: family.sglang for name, family in FAMILIES.items()}, "SGLang")
-
-    def memory(self, case: Case) -> EngineMemory:
-        from megagrpo.rollout.sglang.memory import sglang_memory
-
-        return sglang_memory(case)
-
     def route_buffer_bytes(self, case: Case) -> int:
-        from megagrpo.rollout.sglang.memory import route_buffer_bytes
-
-        return route_buffer_bytes(case)
-
-    def server(self, spec: ServerSpec) -> Server:
-        from megagrpo.rollout.sglang.arguments import start_server
-
-        return start_server(spec)
+        return self.module("memory").route_buffer_bytes(case)
 
 
 class ExternalVllm(EngineKind):
@@ -308,33 +272,11 @@ class ExternalVllm(EngineKind):
     not tried.
     """
 
-    started_by_us = False
+    started_by_us, package = False, "vllm"
     streams = splits = reads_files = True
 
     def keeps_prefixes(self, rollout: RolloutConfig) -> bool:
         return self.options(rollout).get("enable_prefix_caching") is not False
-
-    @property
-    def side(self) -> Any:
-        from megagrpo.weights.sides import vllm
-
-        return vllm
-
-    def engine(self, spec: EngineSpec, server: Any) -> Engine:
-        from megagrpo.rollout.vllm.engine import VllmEngine
-
-        return VllmEngine(spec, server)
-
-    def served_model(self, url: str, api_key: str) -> Mapping[str, Any]:
-        from megagrpo.rollout.vllm.client import served_model
-
-        return served_model(url, api_key)
-
-    @property
-    def token_scores(self) -> TokenScores:
-        from megagrpo.rollout.vllm.client import SCORES
-
-        return SCORES
 
 
 class Vllm(ExternalVllm):
@@ -343,38 +285,14 @@ class Vllm(ExternalVllm):
     started_by_us = starts_without_weights = answers_chats = True
     settings, context = "vllm", "max_model_len"
 
-    @property
-    def arguments(self) -> Arguments:
-        from megagrpo.rollout.vllm.arguments import ARGUMENTS
-
-        return ARGUMENTS
-
     def releases_memory(self, rollout: RolloutConfig) -> bool:
         return bool(self.options(rollout).get("enable_sleep_mode"))
 
     def beside_training(self, share: float) -> dict[str, Any]:
         return {"rollout.vllm.enable_sleep_mode": True, "rollout.vllm.gpu_memory_utilization": share}
 
-    def model_problems(self, directory: Path) -> Sequence[Problem]:
-        from megagrpo.rollout.arguments import model_problems
-        from megagrpo.weights.families.vllm_classes import CLASSES
-
-        return model_problems(directory, CLASSES, "vLLM")
-
     def context_problems(self, architecture: Architecture, rollout: RolloutConfig) -> Sequence[Problem]:
-        from megagrpo.rollout.vllm.arguments import context_problems
-
-        return context_problems(architecture, rollout.server_context)
-
-    def memory(self, case: Case) -> EngineMemory:
-        from megagrpo.rollout.vllm.memory import vllm_memory
-
-        return vllm_memory(case)
-
-    def server(self, spec: ServerSpec) -> Server:
-        from megagrpo.rollout.vllm.arguments import start_server
-
-        return start_server(spec)
+        return self.module("arguments").context_problems(architecture, rollout.server_context)
 
 
 ENGINES: dict[str, EngineKind] = {

@@ -20,6 +20,9 @@ from megagrpo.rollout.server import Server
 from megagrpo.tokenizer import end_tokens, load_tokenizer, response_texts
 from megagrpo.types import FinishReason, Request, Sample
 from megagrpo.weights.boxes import Manifest
+from megagrpo.weights.plan import WeightPlan
+from megagrpo.weights.transport.choice import Channel
+from megagrpo.weights.transport.loader import ServedWeights
 
 
 class ServedEngine(Engine):
@@ -32,8 +35,11 @@ class ServedEngine(Engine):
     A server that megagrpo started has no weights until the first update; those of another are unknown. With
     `keeps_weights` the engine samples from the weights that the server has, as version 0, and no update ever comes.
 
-    A kind of engine implements `body`, `answer`, the steps of an update, and those of `release_memory`.
+    A kind of engine implements `body`, `answer`, the steps of an update that differ, and those of `release_memory`.
     """
+
+    _weights: ServedWeights
+    """The weights of its server, which a kind of engine sets."""
 
     def __init__(
         self, spec: EngineSpec, server: Server | None, manifests: list[Manifest], client: type[EngineClient]
@@ -156,6 +162,22 @@ class ServedEngine(Engine):
     def manifests(self) -> list[Manifest]:
         return self._manifests
 
+    def connect(self, plan: WeightPlan, destinations: Sequence[int], channel: Channel) -> None:
+        self._weights.connect(plan, destinations, channel)
+        self.oldest = 0
+
+    def open_update(self) -> None:
+        self._resume_memory(["weights"])
+
+    def receive_weights(self, version: int) -> None:
+        self._weights.receive(version)
+
+    def close_update(self) -> list[Mapping[str, int]]:
+        return self._weights.digests()
+
+    def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
+        return self._weights.bucket_digests(tensor, destinations)
+
     def pause(self) -> None:
         self._client.run(self._gate.hold())
         if self._pause == "finish":
@@ -167,10 +189,6 @@ class ServedEngine(Engine):
     @abstractmethod
     def pause_server(self) -> None:
         """Stops the server's sampling, and returns once no step of the model uses the weights."""
-
-    @abstractmethod
-    def close_weights(self) -> None:
-        """Drops this process's end of the transfer. May be called twice."""
 
     def resume(self) -> None:
         self._client.run(self._gate.release())
@@ -217,7 +235,7 @@ class ServedEngine(Engine):
 
     def close(self) -> None:
         super().close()
-        self.close_weights()
+        self._weights.close()
         self._client.close()
         if self._server is not None:
             self._server.close()

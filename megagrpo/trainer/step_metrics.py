@@ -186,7 +186,7 @@ def update_metrics(update: StepMetrics) -> dict[str, float]:
     optional = {"ratio/mean": update.ratio_mean, "kl/mean": update.kl, "entropy": update.entropy}
     metrics |= {name: value for name, value in optional.items() if value is not None}
     if update.correction is not None:
-        metrics |= {f"correction/{name}": value for name, value in vars(update.correction).items()}
+        metrics |= {f"correction/{name}": value for name, value in update.correction.items()}
     return metrics
 
 

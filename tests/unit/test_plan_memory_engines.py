@@ -13,7 +13,7 @@ from megagrpo.plan.engine import EngineMemory, SequenceCache, cache_of
 from megagrpo.plan.memory import memory
 from megagrpo.plan.parameters import total_parameters
 from megagrpo.recipe.schema import EngineLayoutConfig
-from megagrpo.rollout.sglang.memory import GraphSizes, default_fraction, engine_rank_parameters, sglang_memory
+from megagrpo.rollout.sglang.memory import GraphSizes, default_fraction, engine_memory, engine_rank_parameters
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.sides import sglang
 from tests.plans import H100, QWEN_8B, QWEN_HALF_B, known_model, merged
@@ -62,24 +62,24 @@ def test_cached_bytes_are_those_of_transformers(family: str, tiny: dict[str, Pat
 def test_an_engine_fills_its_share_of_a_card() -> None:
     layout = {"layout": {"tensor": 8}, "requests_at_once": 1000}
     card = H100.gpu.memory_bytes
-    held = sglang_memory(Case(merged(rollout=layout | {"sglang": {"mem_fraction_static": 0.5}}), LLAMA, H100))
+    held = engine_memory(Case(merged(rollout=layout | {"sglang": {"mem_fraction_static": 0.5}}), LLAMA, H100))
     assert 0 <= card // 2 - held.weights - held.cache < 40960
     assert held.weights == pytest.approx(2 * 70.55e9 / 8, rel=0.01)
     assert held.sequences == held.cache_tokens // 8192
     half = merged(rollout=layout | {"sglang": {"mem_fraction_static": 0.5, "kv_cache_dtype": "fp8_e5m2"}})
-    assert sglang_memory(Case(half, LLAMA, H100)).cache_tokens == pytest.approx(2 * held.cache_tokens, abs=2)
+    assert engine_memory(Case(half, LLAMA, H100)).cache_tokens == pytest.approx(2 * held.cache_tokens, abs=2)
     capped = merged(rollout=layout | {"sglang": {"max_total_tokens": 16384}})
-    assert sglang_memory(Case(capped, LLAMA, H100)).cache == 16384 * 40960
+    assert engine_memory(Case(capped, LLAMA, H100)).cache == 16384 * 40960
     tight = merged(rollout=layout | {"sglang": {"mem_fraction_static": 0.1}})
-    assert sglang_memory(Case(tight, LLAMA, H100)).sequences == 0
+    assert engine_memory(Case(tight, LLAMA, H100)).sequences == 0
     few = merged({"data": 4}, rollout={"engines": 4, "prompts_per_step": 4, "sglang": {"mem_fraction_static": 0.8}})
-    assert sglang_memory(Case(few, known_model(QWEN_8B), H100)).sequences == 8  # its part of a step
+    assert engine_memory(Case(few, known_model(QWEN_8B), H100)).sequences == 8  # its part of a step
 
 
 def test_states_take_a_share_of_sglangs_cache_and_limit_the_responses_at_once() -> None:
     def held(**options: Any) -> EngineMemory:
         rollout = {"layout": {"tensor": 8}, "requests_at_once": 1024, "sglang": {"mem_fraction_static": 0.4} | options}
-        return sglang_memory(Case(merged(rollout=rollout), known_model("Qwen/Qwen3-Next-80B-A3B-Instruct"), H100))
+        return engine_memory(Case(merged(rollout=rollout), known_model("Qwen/Qwen3-Next-80B-A3B-Instruct"), H100))
 
     of_sequence, of_token = 36 * (4 * 32 * 128 * 128 + 2 * 3 * 8192) // 8, 12 * 2 * 256 * 2
     room = int(0.4 * H100.gpu.memory_bytes) - held().weights
@@ -94,7 +94,7 @@ def test_states_take_a_share_of_sglangs_cache_and_limit_the_responses_at_once() 
 
 def test_sglang_caches_four_fifths_of_the_tokens_in_windows_of_gpt_oss() -> None:
     recipe = merged(rollout={"sglang": {"mem_fraction_static": 0.9}})
-    held = sglang_memory(Case(recipe, known_model("openai/gpt-oss-20b"), H100))
+    held = engine_memory(Case(recipe, known_model("openai/gpt-oss-20b"), H100))
     room = int(0.9 * H100.gpu.memory_bytes) - held.weights
     assert room / held.cache_tokens == pytest.approx(12 * 2048 * 1.8, rel=1e-3)
 
@@ -103,7 +103,7 @@ def test_a_quantised_engine_holds_what_its_manifest_says_and_ranks_make_it_in_a_
     latent = len(DEEPSEEK.layers) * 128 // 8 * 256 * 512 * 2  # w_kc and w_vc, in bfloat16
     for arch, layout, more in ((DEEPSEEK, {"tensor": 8, "expert": 8}, latent), (LLAMA, {"tensor": 8}, 0)):
         recipe = merged({"tensor": 8}, rollout={"layout": layout, "quantization": "fp8"})
-        held = sglang_memory(Case(recipe, arch, H100)).weights
+        held = engine_memory(Case(recipe, arch, H100)).weights
         own = sglang.manifest(arch, EngineLayoutConfig(**layout), 0, "bfloat16", "cuda", quantization="fp8")
         assert held == pytest.approx(sum(its.bytes for its in own.storages.values()) + more, rel=1e-5)
     (device,) = memory(Case(recipe, LLAMA, H100))

@@ -30,7 +30,7 @@ from megagrpo.rollout.vllm.check_arguments import VllmCheck
 from megagrpo.rollout.vllm.client import VllmAnswer, VllmClient, generate_body, seed_of
 from megagrpo.rollout.vllm.engine import AS_STARTED, check_server
 from megagrpo.rollout.vllm.launch import tell_versions, words
-from megagrpo.rollout.vllm.memory import rank_parameters, vllm_memory
+from megagrpo.rollout.vllm.memory import engine_memory, rank_parameters
 from megagrpo.types import SamplingParams
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.sides import vllm as side
@@ -260,7 +260,7 @@ def test_a_plan_states_the_memory_of_a_vllm_engine() -> None:
     changes = {"rollout.engine": "vllm", "rollout.sglang": None, "rollout.vllm": {"gpu_memory_utilization": 0.5}}
     recipe = plans.recipe(changes)
     case = Case(recipe, plans.known_model(plans.LLAMA_70B), plans.H100)
-    held = vllm_memory(case)
+    held = engine_memory(case)
     assert held.weights == rank_parameters(case.architecture, recipe.rollout.layout, "cuda") * 2
     assert held.weights == pytest.approx(2 * 70.6e9 / 8, rel=0.01)
     assert held.weights + held.cache + held.working <= (case.card_bytes or 0) // 2

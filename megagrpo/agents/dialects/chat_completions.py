@@ -20,6 +20,7 @@ from megagrpo.agents.dialects.chat_request import (
     logprobs_of,
     not_served,
     text_of,
+    with_text_arguments,
     wrong,
 )
 
@@ -123,10 +124,12 @@ def written(request: ChatRequest, answer: ChatAnswer) -> dict[str, Any]:
     choices = []
     for index, choice in enumerate(answer.choices):
         made: dict[str, Any] = {
-            "index": index, "message": {"refusal": None, **message_written(choice.message)},
+            "index": index, "message": {"refusal": None, **with_text_arguments(choice.message)},
             "finish_reason": choice.finish,
             "logprobs": {"content": logprobs_of(choice), "refusal": None} if request.logprobs else None,
         }  # fmt: skip
+        if "tool_calls" in choice.message:
+            made["message"]["content"] = choice.message["content"] or None
         made |= {"unreadable": True} if choice.unreadable else {}  # ours: the tool loop tells the policy
         choices.append(made | ({"token_ids": list(choice.tokens)} if request.token_ids else {}))
     whole = {
@@ -138,17 +141,6 @@ def written(request: ChatRequest, answer: ChatAnswer) -> dict[str, Any]:
         },
     }  # fmt: skip
     return whole | ({"prompt_token_ids": list(answer.prompt)} if request.token_ids else {})
-
-
-def message_written(message: Message) -> dict[str, Any]:
-    made = dict(message)
-    if calls := message.get("tool_calls"):
-        made["content"] = message["content"] or None
-        made["tool_calls"] = [
-            call(one["id"], one["function"]["name"], json.dumps(one["function"]["arguments"], ensure_ascii=False))
-            for one in calls
-        ]
-    return made
 
 
 def events(request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:

@@ -247,6 +247,17 @@ def call(identity: str, name: str, arguments: Any) -> dict[str, Any]:
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def with_text_arguments(message: Message) -> Message:
+    """Returns the message with its calls' arguments as text, JSON."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        call(one["id"], one["function"]["name"], json.dumps(one["function"]["arguments"], ensure_ascii=False))
+        for one in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
 def logprobs_of(choice: Choice) -> list[dict[str, Any]]:
     """Returns tokens and their logprobs as OpenAI writes them; [] unless the request wants logprobs."""
     return [

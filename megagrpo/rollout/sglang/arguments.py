@@ -15,6 +15,7 @@ from megagrpo.rollout.arguments import Arguments, cores_of_ranks, owned
 from megagrpo.rollout.server import Program, Server
 from megagrpo.rollout.sglang.launch import DEVICE_VARIABLE, MEETING_SCHEME, MEETING_VARIABLE
 from megagrpo.weights.blocks import BLOCK
+from megagrpo.weights.families import FAMILIES
 from megagrpo.weights.transport import LOAD_FORMAT
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ ARGUMENTS = Arguments(
     owned(__file__),
     install="make sglang-cpu on a CPU machine, pip install megagrpo[sglang] on GPUs",
     interpreter=lambda settings: settings.python or sys.executable,
+    classes={name: family.sglang for name, family in FAMILIES.items()},
     environment=cache_variables,
 )
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 from megagrpo.rollout.checking import Check
@@ -14,24 +11,7 @@ class SglangCheck(Check):
     """The check of SGLang's arguments."""
 
     engine, package, distributions, oldest = "SGLang", "sglang", ("sglang",), "0.5.23"
-    command = "sglang.launch_server"
-
-    def declared_names(self) -> set[str]:
-        spec = importlib.util.find_spec("sglang")
-        places = list(spec.submodule_search_locations or ()) if spec else []
-        files = [file for place in places for file in Path(place, "srt", "arg_groups", "fields").glob("*.py")]
-        classes = [
-            node
-            for file in files
-            for node in ast.parse(file.read_text(encoding="utf-8")).body
-            if isinstance(node, ast.ClassDef)
-        ]
-        return {
-            field.target.id
-            for group in classes
-            for field in group.body
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id[0] != "_"
-        }
+    command, sources = "sglang.launch_server", ("srt/arg_groups/fields/*.py",)
 
     def option_problems(self, options: dict[str, Any]) -> list[dict[str, str]]:
         from typing import get_type_hints

@@ -111,8 +111,7 @@ class SglangEngine(ServedEngine):
     def connect(self, plan: WeightPlan, destinations: Sequence[int], channel: Channel) -> None:
         was_open = self._update_open
         self._open_update()
-        self._weights.connect(plan, destinations, channel)
-        self.oldest = 0
+        super().connect(plan, destinations, channel)
         if not was_open:
             self._end_update()
 
@@ -120,20 +119,17 @@ class SglangEngine(ServedEngine):
         self._client.post("/pause_generation", {"mode": "in_place" if self._pause == "finish" else self._pause})
 
     def open_update(self) -> None:
-        self._resume_memory(["weights"])
+        super().open_update()
         self._open_update()
 
-    def receive_weights(self, version: int) -> None:
-        self._weights.receive(version)
-
     def close_update(self) -> list[Mapping[str, int]]:
-        arrived = self._weights.digests()
+        arrived = super().close_update()
         self._end_update()
         return arrived
 
     def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
         self._open_update()
-        by_rank = self._weights.bucket_digests(tensor, destinations)
+        by_rank = super().bucket_digests(tensor, destinations)
         self._end_update()
         return by_rank
 
@@ -154,9 +150,6 @@ class SglangEngine(ServedEngine):
         self._client.post("/end_weight_update", {})
         self._update_open = False
 
-    def close_weights(self) -> None:
-        self._weights.close()
-
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def can_release(self) -> bool:
@@ -167,3 +160,6 @@ class SglangEngine(ServedEngine):
 
     def resume_of_server(self, tags: Sequence[MemoryTag]) -> None:
         self._client.post("/resume_memory_occupation", {"tags": list(tags)})
+
+
+ENGINE = SglangEngine

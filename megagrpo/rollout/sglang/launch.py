@@ -6,21 +6,7 @@ The arguments, the API key among them, come on standard input so that `ps` does 
 processes, and each runs this module's top level again: code that every process needs is called there. On CPUs they are
 forked from this process, and inherit its state.
 
-Changes of SGLang 0.5.23. None changes how a model computes.
-
-    function                  changes                             because
-    listen_on_loopback        torch's TCPStore, on one node       it listens to any machine
-    meet_in_store             torch's rendezvous, on several      likewise; ranks meet behind a gate
-    rest_while_paused         the scheduler                       a paused one takes a core
-    tell_versions             the output streamer                 only a stream's last part tells its weight versions
-    keep_loads_with_sockets   the file with a server's load       nothing removes it from /dev/shm
-    skip_other_models         the registry of models              it imports 200 modules
-    On CPUs, without GPUs and SGLang's own kernels for CPUs:
-    fork_processes            multiprocessing                     a spawned process imports SGLang for ten seconds
-    fill_gaps_on_cpus         vllm and torchvision, stand-ins     SGLang imports both and uses neither
-    _sample_by_seed           sampling, by a hash in numpy        seeds are for attention and kernels of GPUs only
-    keep_unpinned             memory for routes on the host     it is registered with CUDA
-    exchange_between_groups   attention data parallelism          it needs pinned memory and Triton
+The functions below change SGLang 0.5.23, each for a reason of its own. None changes how a model computes.
 """
 
 from __future__ import annotations
@@ -85,7 +71,8 @@ def meet_in_store(meeting: str) -> None:
 
 
 def fork_processes() -> None:
-    """Forks this process where SGLang would spawn one. For CPUs only: CUDA does not survive a fork."""
+    """Forks this process where SGLang would spawn one, which imports SGLang for ten seconds. For CPUs only: CUDA does
+    not survive a fork."""
     multiprocessing.set_start_method("fork")
     vars(multiprocessing)["set_start_method"] = lambda *arguments, **options: None  # SGLang asks for "spawn"
     from megagrpo.processes.lifetime import end_with_parent
@@ -106,7 +93,7 @@ def rest_while_paused(module: Any) -> None:
 
 
 def tell_versions(output_streamer: Any) -> None:
-    """Adds the weight version of each token to all parts of a stream."""
+    """Adds the weight version of each token to all parts of a stream: SGLang tells them in the last one only."""
     output = output_streamer._GenerationStreamAccumulator
     accept = output.accept
 
@@ -123,7 +110,7 @@ def tell_versions(output_streamer: Any) -> None:
 
 
 def keep_loads_with_sockets(load_snapshot: Any) -> None:
-    """Moves the file with a server's load into the server's own directory, which goes however the server ends."""
+    """Moves the file with a server's load from /dev/shm into the server's own directory, which goes however it ends."""
     path_for = load_snapshot.shm_path_for
     load_snapshot.shm_path_for = lambda name: os.path.join(tempfile.gettempdir(), os.path.basename(path_for(name)))
 
@@ -208,7 +195,8 @@ def _stand_in(name: str, *members: str) -> ModuleType:
 
 
 def _sample_by_seed() -> None:
-    """Lets `enable_deterministic_inference` run with torch's own attention, for the sake of its seeds."""
+    """Lets `enable_deterministic_inference` run with torch's own attention, for the sake of its seeds. The hash is in
+    numpy: SGLang's is a kernel for GPUs."""
     import sglang.kernels.ops.sampling.murmur_hash as sampling_hash
     import sglang.srt.arg_groups.choices as choices
     import sglang.srt.batch_invariant_ops as batch_invariant_ops
@@ -220,7 +208,7 @@ def _sample_by_seed() -> None:
 
 
 def keep_unpinned(pools: Any) -> None:
-    """Lets SGLang keep the routes of tokens (return_routed_experts) in memory that is not pinned."""
+    """Lets SGLang keep the routes of tokens (return_routed_experts) in memory that is not registered with CUDA."""
     import torch
 
     def allocate(dims: Sequence[int], dtype: torch.dtype, device: str, **pinned: Any) -> torch.Tensor:

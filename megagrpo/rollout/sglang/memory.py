@@ -30,7 +30,7 @@ PREFILL_GRAPHS = ((4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1
 """Tokens of the prefills that SGLang captures in graphs, as ranges (sglang/srt/arg_groups/cuda_graph_hook.py)."""
 
 
-def sglang_memory(case: Case) -> EngineMemory:
+def engine_memory(case: Case) -> EngineMemory:
     """Returns the memory of a GRPO recipe's engines. For an unknown card, the cache has all that the recipe could use.
 
     SGLang takes mem_fraction_static of the memory that is free at its start, beside the trainer. The card is assumed to
@@ -84,7 +84,7 @@ def sglang_memory(case: Case) -> EngineMemory:
 def route_buffer_bytes(case: Case) -> int:
     """Returns the host bytes of routes on the fullest node: on each rank int32, with layers without experts, for all
     tokens of its cache (sglang/srt/state_capturer/base.py)."""
-    arch, tokens = case.architecture, sglang_memory(case).cache_tokens // case.grpo.rollout.layout.attention_data
+    arch, tokens = case.architecture, engine_memory(case).cache_tokens // case.grpo.rollout.layout.attention_data
     ranks = Counter(device.node for device in case.device_map for _ in device.engines)
     return 4 * len(arch.layers) * arch.experts_per_token * tokens * max(ranks.values())
 

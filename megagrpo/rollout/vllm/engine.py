@@ -15,10 +15,8 @@ from megagrpo.rollout.vllm.client import VllmAnswer, VllmClient, generate_body
 from megagrpo.types import Request
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.sides import vllm as vllm_side
 from megagrpo.weights.transport import WORKER_EXTENSION
-from megagrpo.weights.transport.choice import Channel
 from megagrpo.weights.transport.vllm import VllmWeights
 
 AS_STARTED = {
@@ -77,24 +75,8 @@ class VllmEngine(ServedEngine):
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    def connect(self, plan: WeightPlan, destinations: Sequence[int], channel: Channel) -> None:
-        self._weights.connect(plan, destinations, channel)
-        self.oldest = 0
-
     def pause_server(self) -> None:
         self._client.post("/pause?mode=keep&clear_cache=false", {})
-
-    def open_update(self) -> None:
-        self._resume_memory(["weights"])
-
-    def receive_weights(self, version: int) -> None:
-        self._weights.receive(version)
-
-    def close_update(self) -> list[Mapping[str, int]]:
-        return self._weights.digests()
-
-    def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
-        return self._weights.bucket_digests(tensor, destinations)
 
     def label_weights(self, version: int) -> None:
         self._client.post("/update_weight_version", {"new_version": str(version)})
@@ -103,9 +85,6 @@ class VllmEngine(ServedEngine):
             self._client.post("/reset_prefix_cache?reset_running_requests=true", {})
         self._client.post("/resume", {})
         self._paused = False
-
-    def close_weights(self) -> None:
-        self._weights.close()
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -122,3 +101,6 @@ class VllmEngine(ServedEngine):
         self._client.post("/wake_up?" + "&".join(f"tags={tag}" for tag in tags), {})
         if not self._released - set(tags):
             self._paused = False  # vLLM resumes once all memory is back
+
+
+ENGINE = VllmEngine

@@ -5,16 +5,8 @@
 The arguments, the API key among them, come on standard input so that `ps` does not show them. vLLM spawns its engine
 and its workers, and each runs this module's top level again: code that every process needs is called there.
 
-Changes of vLLM 0.32. None changes how a model computes.
-
-    function              changes                             because
-    listen_on_loopback    torch's TCPStore                    it listens to any machine
-    guard_every_path      the check of the API key            else any local user may pause it, or call workers
-    tell_versions         the outputs of running requests     only a stream's last part tells its weight versions
-    On CPUs:
-    fork_processes        multiprocessing                     a spawned process imports vLLM for ten seconds
-    rest_while_waiting    messages in shared memory           a reader takes a core for a second after each
-    cpu_layers.CHANGES    linear layers and experts           they drop their weights once these are packed
+The functions below, and cpu_layers.py, change vLLM 0.32, each for a reason of its own. None changes how a model
+computes.
 """
 
 from __future__ import annotations
@@ -62,12 +54,14 @@ def changes() -> Changes:
 
 
 def guard_every_path(authenticate: Any) -> None:
-    """Asks for the API key on every path, also those of dev mode: vLLM asks only for those below /v1 and /inference."""
+    """Asks for the API key on every path. vLLM asks only for those below /v1 and /inference: any local user could pause
+    the server, or call its workers."""
     authenticate.GUARDED_PREFIX = ("/",)
 
 
 def fork_processes(platform: Any) -> None:
-    """Forks the engine and its workers where vLLM would spawn them. For CPUs only: CUDA does not survive a fork."""
+    """Forks the engine and its workers where vLLM would spawn them: a spawned process imports vLLM for ten seconds. For
+    CPUs only: CUDA does not survive a fork."""
     from megagrpo.processes.lifetime import end_with_parent
 
     cpu = platform.CpuPlatform
@@ -98,7 +92,7 @@ def rest_while_waiting(shm_broadcast: Any) -> None:
 
 
 def tell_versions(output_processor: Any) -> None:
-    """Adds the weight versions of all tokens so far to every part of a stream."""
+    """Adds the weight versions of all tokens so far to every part of a stream: vLLM tells them in the last one only."""
     state = output_processor.RequestState
     complete = state._new_completion_output
 

@@ -21,7 +21,7 @@ STEP_TOKENS = ((70 * GIB, 2048), (160 * GIB, 8192), (2**63, 16384))
 """Tokens of a step that vLLM chooses for cards below a size in bytes (EngineArgs.get_batch_defaults)."""
 
 
-def vllm_memory(case: Case) -> EngineMemory:
+def engine_memory(case: Case) -> EngineMemory:
     """Returns the memory of a GRPO recipe's engines. For an unknown card, the cache has all that the recipe could use.
     Raises ModelError if vLLM cannot hold the model so."""
     recipe, arch, element = case.grpo, case.architecture, case.item_bytes

@@ -1,34 +1,10 @@
-r"""The constraints: 25 of IFEval, 29 of IFTrain (by id), and 25 of open-instruct's older data, RLVR-IFeval (by name).
+"""The constraints: 25 of IFEval, 29 of IFTrain (by id), and 25 of open-instruct's older data, RLVR-IFeval (by name).
 
 Sources: google-research, instruction_following_eval/instructions.py (arXiv:2311.07911), open_instruct/IFEvalG/
 instructions.py (arXiv:2507.02833) and open_instruct/if_functions.py. The functions of RLVR-IFeval check the same kinds
 of constraints, but other sentences of the prompt ask for them, so they count differently: exactly N times, around N
 words. Results are those of the originals, but for the differences that docs/rewards.md lists. Every expression takes
 time in proportion to the response's length, whatever is in it.
-
->>> [BY_ID["keywords:" + name]("Scattered clouds.", ["cat", "CLOUD"]) for name in ("existence", "forbidden_words")]
-[True, True]
->>> BY_ID["length_constraints:nth_paragraph_first_word"]("One.\n\nTwo?\n\n", 2, 2, first_word="two")
-True
->>> BY_ID["detectable_format:number_bullet_lists"]("* one\n - two\n**bold**", num_bullets=2)
-True
->>> BY_ID["detectable_format:number_highlighted_sections"]("*one* and **two**, but not ** **", num_highlights=3)
-False
->>> [BY_ID["new:copy_span_idx"](response, "Be brief", 0, n_end) for response, n_end in (("Be", 2), ("Be b", 3))]
-[True, True]
->>> phrase, copies = "Time flies when having fun", "Time runs when having fun. Time flies when losing fun."
->>> BY_ID["copy:repeat_phrase"](copies, phrase, small_n=2)
-True
->>> [BY_ID["detectable_format:sentence_hyphens"](text) for text in ("It rains.-Stay in!", "It rains. Stay in!")]
-[True, False]
->>> BY_ID["keywords:keyword_specific_position"]("Yes. Well, rain came.", "rain", n=2, m=2)
-True
->>> BY_ID["count:counting_composition"]("I am. *** You are. *** He is.", n_sent=1, n_words=2)
-True
->>> BY_NAME["verify_keyword_frequency"]("A cat, the Cat and a category", word="cat", N=2)
-True
->>> BY_NAME["validate_choice"]("I don't know", "I know or I don't know"), BY_NAME["validate_choice"]("Nay", "yes/no")
-(True, False)
 """
 # ruff: noqa: N803 (arguments have the names of the data)
 
