@@ -5,7 +5,7 @@ Every call has a deadline.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -30,7 +30,7 @@ from megagrpo.recipe.schema import AnyRecipe
 
 if TYPE_CHECKING:
     from megagrpo.checkpoint.store import SavedFile
-    from megagrpo.rank_results import CriticMetrics, StepMetrics
+    from megagrpo.rank_results import CriticMetrics, StepMetrics, TokenNumbers
     from megagrpo.weights.files.export import Export
     from megagrpo.weights.plan import WeightPlan
 
@@ -284,12 +284,7 @@ class Policy(TrainRanks):
 
         lengths: int64 [rows], response tokens of every sample of the step; those not loaded get `absent`.
         """
-        ragged = ragged_zeros(lengths, np.float32)
-        ragged.values.fill(absent)
-        for part in self.call(method):
-            if part is not None:
-                ragged.values[ragged.offsets[part.rows] + part.index] = part.values
-        return ragged
+        return _together(self.call(method), lengths, absent)
 
     def update(self, advantages: np.ndarray | Ragged, lr: float, kl_coefficient: float, step: int) -> StepMetrics:
         """Trains on the loaded batch, in all minibatches and epochs.
@@ -304,15 +299,19 @@ class Policy(TrainRanks):
         lengths: int64 [rows], response tokens of the first samples of the step; those not loaded get zeros.
         """
         figures = {name: ask(self.actors[name], "token_figures", len(lengths)) for name in self._answering}
-        parts = [part for part in self._wait(figures, "token_figures", self._timeout).values() if part is not None]
-        logprobs, entropies = ragged_zeros(lengths, np.float32), ragged_zeros(lengths, np.float32)
-        for part in parts:
-            at = logprobs.offsets[part.rows] + part.index
-            logprobs.values[at] = part.logprobs
-            if part.entropies is not None:
-                entropies.values[at] = part.entropies
-        return logprobs, entropies if any(part.entropies is not None for part in parts) else None
+        logprobs, entropies = zip(*self._wait(figures, "token_figures", self._timeout).values(), strict=True)
+        return _together(logprobs, lengths), _together(entropies, lengths) if any(entropies) else None
 
     def update_critic(self, returns: Ragged, lr: float) -> CriticMetrics:
         """Trains the critic, not the policy, on the loaded batch towards these returns: all minibatches and epochs."""
         return self.answer("update_critic", ray.put(returns), lr)
+
+
+def _together(parts: Iterable[TokenNumbers | None], lengths: np.ndarray, absent: float = 0.0) -> Ragged:
+    """Joins the ranks' numbers, float32; tokens that no rank has get `absent`."""
+    ragged = ragged_zeros(lengths, np.float32)
+    ragged.values.fill(absent)
+    for part in parts:
+        if part is not None:
+            ragged.values[ragged.offsets[part.rows] + part.index] = part.values
+    return ragged
