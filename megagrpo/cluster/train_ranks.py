@@ -18,7 +18,7 @@ import ray
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.cluster import lost_ranks
-from megagrpo.cluster.actors import RankActor, ask
+from megagrpo.cluster.actors import FILES, RankActor, ask
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import settle, wait_for
 from megagrpo.errors import DIVERGED_FIX, CheckpointError, MegagrpoError, ModelError, Problem, RankError, RankLostError
@@ -158,17 +158,20 @@ class TrainRanks:
 
     def write_copied_export(self, export: Export) -> None:
         """Writes every rank's copied boxes, beside its other work. For any thread, as `write_snapshot`."""
-        self.wait_beside("export beside", [actor.write_copied_export.remote(export) for actor in self.ranks])
+        writing = [ask(actor, "write_copied_export", export, concurrency_group=FILES) for actor in self.ranks]
+        self.wait_beside("export beside", writing)
 
     def write_snapshot(self, directory: Path) -> list[SavedFile]:
         """Writes every rank's copied state, beside its other work. Returns all files that were written.
 
         For any thread. When it raises, no rank writes any more, unless one has not answered at all.
         """
-        answers = [actor.write_snapshot.remote(directory) for actor in self.ranks]
+        beside: dict[str, Any] = {"concurrency_group": FILES, "num_returns": 2}
+        answers = [ask(actor, "write_snapshot", directory, **beside) for actor in self.ranks]
         files = list(chain.from_iterable(self.wait_beside("save", [of_rank for of_rank, _ in answers])))
         contents = [of_rank for _, of_rank in answers]
-        (last,) = self.wait_beside("end of a save", [self.ranks[0].finish_snapshot.remote(directory, *contents)])
+        finishing = ask(self.ranks[0], "finish_snapshot", directory, *contents, concurrency_group=FILES)
+        (last,) = self.wait_beside("end of a save", [finishing])
         return [*files, *last]
 
     def wait_beside(self, doing: str, answers: Sequence[ray.ObjectRef[Any]]) -> list[Any]:

@@ -183,7 +183,7 @@ class ModelRank:
         written = {name: model.snapshot.write(directory, PLACES[name]) for name, model in self.models.items()}
         return tuple(file for file, _ in written.values()), {name: contents for name, (_, contents) in written.items()}
 
-    def finish_snapshot(self, directory: Path, of_ranks: Sequence[Mapping[str, Contents]]) -> tuple[SavedFile, ...]:
+    def finish_snapshot(self, directory: Path, *of_ranks: Mapping[str, Contents]) -> tuple[SavedFile, ...]:
         """Writes the lists of contents, when every rank has written; one rank does. Raises CheckpointError."""
         files: list[SavedFile] = []
         for name, model in self.models.items():

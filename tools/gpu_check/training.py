@@ -435,7 +435,7 @@ def checkpoints(setting: Setting) -> Iterator[Figure]:
         rank.take_snapshot()
         waited = time.perf_counter() - began
         files, contents = rank.write_snapshot(saved)
-        files += rank.finish_snapshot(saved, [contents])
+        files += rank.finish_snapshot(saved, contents)
         seconds = time.perf_counter() - began
         step(rank, sequences, 2)
         wanted = bits(rank)
