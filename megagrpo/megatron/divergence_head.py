@@ -20,6 +20,8 @@ from megagrpo.algorithm.distillation import Divergence
 from megagrpo.megatron.attention import Collect
 from megagrpo.megatron.heads import (
     LOWEST,
+    Factors,
+    HeadScale,
     VocabularyShard,
     add_labels,
     columns_at_once,
@@ -36,23 +38,6 @@ LEAST = 1e-30
 """A probability that counts nothing, in place of lower ones: the log of its ratio to another is finite."""
 LOW = 2**32 - 1
 """The lower bits of an int64."""
-
-Factors = tuple[float, float | None]
-"""Scale and cap of logits, both divided by the temperature."""
-
-
-@dataclass(frozen=True)
-class HeadScale:
-    """Factors of a model's logits, made of products x with its output matrix: scale x, or cap tanh(scale x / cap), each
-    divided by the temperature."""
-
-    scale: float = 1.0
-    cap: float | None = None
-    temperature: float = 1.0
-
-    @property
-    def factors(self) -> Factors:
-        return self.scale / self.temperature, None if self.cap is None else self.cap / self.temperature
 
 
 @dataclass(frozen=True)

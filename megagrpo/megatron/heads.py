@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megagrpo.megatron.attention import Collect
+from megagrpo.weights.families.architecture import Architecture
 
 
 class OutputLayer(torch.nn.Module):
@@ -109,24 +110,44 @@ class VocabularyShard:
         return max(0, min(rows, self.vocab - self.first))
 
 
+Factors = tuple[float, float | None]
+"""Scale and cap of logits, both divided by the temperature."""
+
+
+@dataclass(frozen=True)
+class HeadScale:
+    """Factors of a model's logits, made of products x with its output matrix: scale x, or cap tanh(scale x / cap)
+    (arXiv:2408.00118, section 2), each divided by the temperature."""
+
+    scale: float = 1.0
+    cap: float | None = None
+    temperature: float = 1.0
+
+    @property
+    def factors(self) -> Factors:
+        return self.scale / self.temperature, None if self.cap is None else self.cap / self.temperature
+
+
+def head_scale(architecture: Architecture, temperature: float) -> HeadScale:
+    """Makes the factors of a model's logits."""
+    return HeadScale(architecture.logit_scale, architecture.logit_cap, temperature)
+
+
 def vocabulary_logprobs(
     hidden: Tensor,
     positions: Tensor,
     labels: Tensor,
     weight: Tensor,
     shard: VocabularyShard,
+    scale: HeadScale,
     *,
-    temperature: float,
     entropy: bool,
-    scale: float = 1.0,
-    cap: float | None = None,
     kept_bits: Tensor | None = None,
     known: tuple[Tensor, Tensor] | None = None,
     chunk_columns: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns log softmax(logits / temperature) at `labels`, and that softmax's entropy, at `positions` only.
 
-    Logits are x = scale hidden weight^T, or cap tanh(x / cap) (arXiv:2408.00118, section 2).
     hidden: [tokens, hidden], equal on all tensor ranks; positions: int64 [n], distinct rows of it; labels: int64 [n],
     or [n, k] for several of each, in the whole vocabulary; weight: [rows of this rank, hidden], float32 or bfloat16 as
     `hidden`. Returns float32 as `labels` and [n], equal on all tensor ranks; the second is zeros unless `entropy`. With
@@ -142,10 +163,9 @@ def vocabulary_logprobs(
     """
     columns = chunk_columns or columns_at_once(len(positions), hidden.device)
     chosen: Tensor = Collect.apply(hidden, positions)
-    cap = None if cap is None else cap / temperature
     several = labels if labels.dim() == 2 else labels[:, None]
     logprobs, entropies = _VocabularyLogprobs.apply(
-        chosen, weight, several, kept_bits, shard, scale / temperature, cap, entropy, columns, known
+        chosen, weight, several, kept_bits, shard, *scale.factors, entropy, columns, known
     )
     return logprobs.view(labels.shape), entropies
 

@@ -18,7 +18,7 @@ from megagrpo.checkpoint.store import SavedFile
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.megatron import process
 from megagrpo.megatron.batch import Batch, Minibatch, ResponseTokens, as_tensors, sum_over_ranks
-from megagrpo.megatron.heads import VocabularyShard, output_weight
+from megagrpo.megatron.heads import VocabularyShard, head_scale, output_weight
 from megagrpo.megatron.kept_head import kept_logprobs
 from megagrpo.megatron.model import unwrapped
 from megagrpo.megatron.offload import Offload, Part
@@ -101,10 +101,8 @@ class ModelRank:
             response.kept,
             output_weight(unwrapped(self.policy.chunks[-1])),
             self.shard(architecture.vocab),
-            temperature=self.temperature / sharpening,
+            head_scale(architecture, self.temperature / sharpening),
             entropy=entropy,
-            scale=architecture.logit_scale,
-            cap=architecture.logit_cap,
         )
 
     def shard(self, vocab: int) -> VocabularyShard:

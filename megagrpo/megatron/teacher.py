@@ -24,8 +24,8 @@ from megagrpo.errors import Problem, RankError
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.megatron.batch import Batch, ResponseTokens, TokenTensors, as_tensors
 from megagrpo.megatron.config import transformer_config
-from megagrpo.megatron.divergence_head import Compared, HeadScale, top_logprobs, vocabulary_divergence
-from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
+from megagrpo.megatron.divergence_head import Compared, top_logprobs, vocabulary_divergence
+from megagrpo.megatron.heads import HeadScale, VocabularyShard, head_scale, output_weight, vocabulary_logprobs
 from megagrpo.megatron.kept_head import kept_logprobs
 from megagrpo.megatron.model import build_chunks, named_tensors, read_tokens, unwrapped
 from megagrpo.megatron.offload import HostMemory
@@ -37,7 +37,6 @@ from megagrpo.recipe.defaults import dtype_name, frozen_config, recipe_for_teach
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.boxes import Box, Fill, Manifest, Placement, Storage
 from megagrpo.weights.families import read_architecture
-from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 
@@ -58,11 +57,6 @@ class Head:
 
     weight: Tensor
     scale: HeadScale
-
-
-def head_scale(architecture: Architecture, temperature: float) -> HeadScale:
-    """Makes the factors of a model's logits."""
-    return HeadScale(architecture.logit_scale, architecture.logit_cap, temperature)
 
 
 class RanksTeacher:
@@ -218,8 +212,8 @@ class Teachers:
                     return output[response.positions]
                 head, of = self._head(number, self._temperature), shard(self._vocab(number))
                 kept = response.kept and replace(response.kept, largest=min(response.kept.largest, of.vocab - 1))
-                where, options = (response.positions, response.labels, kept), vars(head.scale) | {"entropy": False}
-                return kept_logprobs(output, *where, head.weight, of, **options)[0]
+                where = response.positions, response.labels, kept
+                return kept_logprobs(output, *where, head.weight, of, head.scale, entropy=False)[0]
 
             its = [_is_of(response, number) for response in batch.responses]
             if apart is not None:
@@ -416,9 +410,9 @@ def compared(
             top = top_logprobs(hidden[positions], labels, policy.weight, shard, objective.k, policy.scale)
             asked = torch.cat([labels[:, None], top.ids], 1)
             everywhere = torch.arange(len(labels), device=labels.device)
-            options = vars(teacher.scale) | {"entropy": False}
+            its_head = teacher.weight, shard, teacher.scale
             with torch.no_grad():
-                of_teacher, _ = vocabulary_logprobs(teacher_hidden, everywhere, asked, teacher.weight, shard, **options)
+                of_teacher, _ = vocabulary_logprobs(teacher_hidden, everywhere, asked, *its_head, entropy=False)
             known = None if entropy else (torch.cat([top.of_labels[:, None], top.logprobs], 1), top.normalizer)
             found = _compared_at(objective, *where, policy, top.ids, of_teacher[:, 1:], shard, entropy, known)
             return replace(found, of_teacher=of_teacher[:, 0], agrees=of_teacher[:, 1:].argmax(1) == 0)
@@ -465,8 +459,9 @@ def _compared_at(
     """Compares the policy with a teacher's logprobs at ids, int64 and float32 [n, k]. known: of the labels and the ids,
     as in `vocabulary_logprobs`. Ids that the policy does not have are among all others."""
     common = ids < shard.vocab
-    asked, options = torch.cat([labels[:, None], ids.where(common, 0)], 1), vars(policy.scale) | {"entropy": entropy}
-    found, entropies = vocabulary_logprobs(hidden, positions, asked, policy.weight, shard, known=known, **options)
+    asked = torch.cat([labels[:, None], ids.where(common, 0)], 1)
+    head = policy.weight, shard, policy.scale
+    found, entropies = vocabulary_logprobs(hidden, positions, asked, *head, entropy=entropy, known=known)
     own, of_teacher = (logprobs.where(common, NOTHING) for logprobs in (found[:, 1:], of_teacher))
     divergence = divergence_of_top(own, of_teacher, objective.divergence, objective.beta)
     unknown = torch.full_like(divergence, torch.nan).detach()

@@ -16,7 +16,7 @@ from megagrpo.batching.rank_batches import Microbatch, TrainSequence
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.megatron import model, process
 from megagrpo.megatron.batch import Packed, pack
-from megagrpo.megatron.heads import VocabularyShard, output_weight, scaled, vocabulary_logprobs
+from megagrpo.megatron.heads import VocabularyShard, head_scale, output_weight, scaled, vocabulary_logprobs
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.recipe.schema import LayoutConfig, TrainConfig
 from megagrpo.weights.families import read_architecture
@@ -126,10 +126,8 @@ def response_logprobs(
         response.labels,
         output_weight(model.unwrapped(chunks[-1])),
         VocabularyShard(arch.vocab, first, group),
-        temperature=1.0,
+        head_scale(arch, 1.0),
         entropy=entropy,
-        scale=arch.logit_scale,
-        cap=arch.logit_cap,
     )
 
 

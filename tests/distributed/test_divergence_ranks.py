@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.megatron.divergence_head import HeadScale, top_logprobs
-from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
+from megagrpo.megatron.divergence_head import top_logprobs
+from megagrpo.megatron.heads import HeadScale, VocabularyShard, vocabulary_logprobs
 from tests.rank_group import run_ranks
 from tests.unit.test_divergence_head import DIVERGENCES, PLAIN, Case, errors, log_softmax, part_of
 
@@ -46,8 +46,8 @@ def tops_and_picks(vocab: int, k: int, scale: HeadScale) -> Any:
     shard = VocabularyShard(vocab, rows * dist.get_rank(), dist.group.WORLD)
     own = part_of(matrix, shard.first, rows)
     top = top_logprobs(hidden, ids[:, 0], own, shard, k, scale, chunk_columns=7)
-    where, options = (torch.arange(8), ids, own, shard), vars(scale) | {"entropy": False}
-    picked, _ = vocabulary_logprobs(hidden.requires_grad_(), *where, **options)
+    where = torch.arange(8), ids, own, shard
+    picked, _ = vocabulary_logprobs(hidden.requires_grad_(), *where, scale, entropy=False)
     (gradient,) = torch.autograd.grad((picked * weights).sum(), hidden)
     dist.all_reduce(gradient)
     return top.ids, top.logprobs, top.of_labels, picked.detach(), gradient

@@ -18,8 +18,7 @@ from megagrpo.batching.rank_batches import IDLE, RankBatch, TrainSequence
 from megagrpo.batching.work import TOKENS
 from megagrpo.errors import RankError
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.megatron.divergence_head import HeadScale
-from megagrpo.megatron.heads import VocabularyShard
+from megagrpo.megatron.heads import HeadScale, VocabularyShard
 from megagrpo.megatron.metrics import reduce_mismatch
 from megagrpo.megatron.rank import TrainRank
 from megagrpo.megatron.teacher import Head, Teachers, _compared_at

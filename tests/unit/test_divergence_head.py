@@ -15,8 +15,8 @@ from torch import Tensor
 
 from benchmarks.logits_memory import peak_bytes
 from megagrpo.algorithm.distillation import divergence_of_top
-from megagrpo.megatron.divergence_head import HeadScale, top_logprobs, vocabulary_divergence
-from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
+from megagrpo.megatron.divergence_head import top_logprobs, vocabulary_divergence
+from megagrpo.megatron.heads import HeadScale, VocabularyShard, vocabulary_logprobs
 from tests.fused_kernels import moved_and_errors
 
 PLAIN = HeadScale()
@@ -250,13 +250,13 @@ def test_logprobs_at_several_ids_and_their_gradients(vocab: int, k: int, scale: 
     of_wanted = torch.autograd.grad((wanted * weights).sum(), exact)
     own = part_of(matrix, 0, vocab + 5)
     inputs = hidden.requires_grad_(), own.requires_grad_()
-    where, options = (positions, ids, own, VocabularyShard(vocab, 0, None)), vars(scale) | {"entropy": False}
-    logprobs, _ = vocabulary_logprobs(hidden, *where, **options)
+    where = positions, ids, own, VocabularyShard(vocab, 0, None), scale
+    logprobs, _ = vocabulary_logprobs(hidden, *where, entropy=False)
     of_hidden, of_matrix = torch.autograd.grad((logprobs * weights).sum(), inputs)
     logits = hidden.detach() @ matrix.t() * scale.scale
     logits = logits if scale.cap is None else scale.cap * torch.tanh(logits / scale.cap)
     known = logprobs.detach(), (logits / scale.temperature).logsumexp(-1)[positions]
-    again, _ = vocabulary_logprobs(hidden, *where, **options, known=known)
+    again, _ = vocabulary_logprobs(hidden, *where, entropy=False, known=known)
     for found, expected in zip(
         torch.autograd.grad((again * weights).sum(), inputs), (of_hidden, of_matrix), strict=True
     ):
