@@ -83,7 +83,7 @@ class TrainRank(ModelRank):
         """The policy's weights in passes that train it; None: its own."""
         if train.quantization is not None:
             self.served = ServedWeights(self.policy.chunks, self.policy.manifest(), self.policy.architecture)
-        self.teachers = Teachers(recipe, self.policy, self._own_routes)
+        self.teachers = Teachers(recipe, self)
         if recipe.keeps_reference:
             follows = algorithm.reference.update_every_steps is not None
             self.policy.keep_reference(algorithm.reference.share if follows else None)
@@ -131,7 +131,7 @@ class TrainRank(ModelRank):
 
     def compute_reference_logprobs(self) -> None:
         """Computes logprobs of the batch under the reference; they stay on this rank."""
-        with self.policy.reference_here() as reference, reference.in_place_of_policy(), self._own_routes():
+        with self.policy.reference_here() as reference, reference.in_place_of_policy(), self.by_own_routes():
             self.passes = replace(self.passes, reference_logprobs=self._compute_logprobs("reference")[0])
 
     def compute_teachers(self, batches: Mapping[str, Sequence[RankBatch] | None]) -> None:
@@ -139,7 +139,7 @@ class TrainRank(ModelRank):
 
         batches: of a teacher's own, for each data rank of its layout; None: it reads the policy's.
         """
-        self.teachers.read(batches, self.batch, self.shard, self.passes.reference_logprobs)
+        self.teachers.read(batches, self.batch, self.passes.reference_logprobs)
 
     def compare_own_routes(self) -> None:
         """Computes the mismatch of the batch with experts that the trainer's routers choose, for the next update's
@@ -150,7 +150,8 @@ class TrainRank(ModelRank):
             if self.has_logits:
                 self.own_routes = reduce_mismatch(self.batch, logprobs, 0, self.device)
 
-    def _own_routes(self) -> AbstractContextManager[None]:
+    def by_own_routes(self) -> AbstractContextManager[None]:
+        """Lets the policy's routers choose inside the block."""
         return nullcontext() if self.routes is None else self.routes.left_out()
 
     def token_kl(self) -> TokenNumbers | None:
@@ -231,9 +232,8 @@ class TrainRank(ModelRank):
 
         def loss(index: int, output: Tensor) -> Tensor:
             response, of_batch = minibatch.responses[index], minibatch.first + index
-            logprobs, entropy, divergence = self.teachers.compare(
-                output, response, of_batch, self.shard, self.logprobs, entropy=computes_entropy
-            )
+            found = self.teachers.compare(output, response, of_batch, entropy=computes_entropy)
+            logprobs, entropy, divergence = found
             update.before_update.setdefault(of_batch, logprobs.detach())
             if computes_entropy:
                 update.entropies.setdefault(of_batch, entropy.detach())

@@ -4,9 +4,9 @@ policy from teachers."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -40,14 +40,13 @@ from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 
+if TYPE_CHECKING:
+    from megagrpo.megatron.rank import TrainRank
+
 NOTHING = -80.0
 """A logprob that counts nothing in float32, with finite differences."""
 Figure = Literal["divergence", "agrees", "of_teacher"]
 """A figure of tokens, as in Compared."""
-ShardOf = Callable[[int], VocabularyShard]
-"""Makes the rows of the policy's output matrix that this rank has, of ids below a number."""
-LogprobsOf = Callable[..., tuple[Tensor, Tensor]]
-"""ModelRank.logprobs: of the policy at response tokens, with entropies."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +163,9 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 class Teachers:
     """All teachers of a rank, by their places among the recipe's; and what they say of the loaded batch."""
 
-    def __init__(
-        self, recipe: Recipe, policy: TrainedModel, own_routes: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        """Makes it without models. own_routes: lets the policy's routers choose, in the pass of the reference."""
-        self._recipe, self._policy, self._own_routes = recipe, policy, own_routes
+    def __init__(self, recipe: Recipe, rank: TrainRank) -> None:
+        """Makes it without models."""
+        self._recipe, self._rank, self._policy = recipe, rank, rank.policy
         self._temperature = recipe.rollout.temperature
         self._numbers = {name: number for number, name in enumerate(recipe.teachers)}
         self._models: dict[int, RanksTeacher] = {}
@@ -192,11 +189,7 @@ class Teachers:
 
     @torch.no_grad()
     def read(
-        self,
-        batches: Mapping[str, Sequence[RankBatch] | None],
-        batch: Batch,
-        shard: ShardOf,
-        of_reference: TokenTensors | None,
+        self, batches: Mapping[str, Sequence[RankBatch] | None], batch: Batch, of_reference: TokenTensors | None
     ) -> None:
         """Runs these teachers' passes over the policy's batch, or over their own. They find logprobs of its tokens, or
         for an objective in the loss the hidden states before them. of_reference: the reference's logprobs of the
@@ -210,7 +203,7 @@ class Teachers:
             def read(output: Tensor, response: ResponseTokens, number: int = number) -> Tensor:
                 if self._objective.in_loss:
                     return output[response.positions]
-                head, of = self._head(number, self._temperature), shard(self._vocab(number))
+                head, of = self._head(number, self._temperature), self._rank.shard(self._vocab(number))
                 kept = response.kept and replace(response.kept, largest=min(response.kept.largest, of.vocab - 1))
                 where = response.positions, response.labels, kept
                 return kept_logprobs(output, *where, head.weight, of, head.scale, entropy=False)[0]
@@ -239,16 +232,10 @@ class Teachers:
         """The reference's rows of the output matrix, on the device if losses read it."""
 
     def compare(
-        self,
-        output: Tensor,
-        response: ResponseTokens,
-        of_batch: int,
-        shard: ShardOf,
-        logprobs: LogprobsOf,
-        entropy: bool,
+        self, output: Tensor, response: ResponseTokens, of_batch: int, *, entropy: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns what `logprobs` does, and the divergence from the tokens' teachers, float32 [tokens], 0 for tokens
-        without; None if the loss has none.
+        """Returns what ModelRank.logprobs does, and the divergence from the tokens' teachers, float32 [tokens], 0 for
+        tokens without; None if the loss has none.
 
         One product with the output matrix serves all, unless sampling was from kept sets, the objective has another
         temperature, or a teacher fewer ids than the policy; student_top_k takes another for entropies. Where teachers
@@ -256,6 +243,7 @@ class Teachers:
         of_batch: the microbatch's index in the batch.
         """
         distillation, vocab = self._recipe.algorithm.distillation, self._policy.architecture.vocab
+        shard, logprobs = self._rank.shard, self._rank.logprobs
         if distillation is None or not distillation.objective.in_loss:
             return *logprobs(output, response, entropy=entropy), None
         objective, parts = distillation.objective, list[tuple[Tensor, Compared]]()
@@ -303,7 +291,7 @@ class Teachers:
                 own = output_weight(unwrapped(self._policy.chunks[-1]))
                 weight, goes = reference.of(own), "reference" in self._recipe.train.offload
                 self._reference_weight = weight.clone() if goes and weight is not own else weight
-            with reference.in_place_of_policy(), self._own_routes():
+            with reference.in_place_of_policy(), self._rank.by_own_routes():
                 return self._policy.read_tokens(batch, read)
 
     def _pass_apart(

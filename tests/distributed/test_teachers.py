@@ -118,7 +118,7 @@ def rank_with(rank: TrainRank, recipe: Recipe, teacher: Path) -> TrainRank:
     """The rank with another objective; it builds the teacher once."""
     models = rank.teachers._models
     rank.recipe = recipe
-    rank.teachers = Teachers(recipe, rank.policy, rank._own_routes)
+    rank.teachers = Teachers(recipe, rank)
     rank.teachers._models = models
     if not models:
         rank.add_teacher("on_ranks", str(teacher))
@@ -417,7 +417,7 @@ def beside_the_start(
     rank.update(advantages, LR, 0.0, step=1)
     found = {}
     for name, recipe in recipes.items():
-        rank.recipe, rank.teachers = recipe, Teachers(recipe, rank.policy, rank._own_routes)
+        rank.recipe, rank.teachers = recipe, Teachers(recipe, rank)
         if name == "on the ranks":
             rank.add_teacher("start", str(directory))
         rank.load_batch(batch)
