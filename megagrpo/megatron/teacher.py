@@ -28,7 +28,7 @@ from megagrpo.megatron.divergence_head import Compared, top_logprobs, vocabulary
 from megagrpo.megatron.heads import HeadScale, VocabularyShard, head_scale, output_weight, vocabulary_logprobs
 from megagrpo.megatron.kept_head import kept_logprobs
 from megagrpo.megatron.model import build_chunks, named_tensors, read_tokens, unwrapped
-from megagrpo.megatron.offload import HostMemory
+from megagrpo.megatron.offload import HostMemory, bytes_of
 from megagrpo.megatron.owners import keys_of, of_tokens_wanted, owners_of, to_owners
 from megagrpo.megatron.process import further_groups, in_groups
 from megagrpo.megatron.state import parameters_of
@@ -121,7 +121,7 @@ class RanksTeacher:
             return
         self._memory = HostMemory(sum(map(len, storages)), pinned=storages[0].device.type == "cuda")
         for storage, here in zip(storages, self._memory.bytes.split([*map(len, storages)]), strict=True):
-            here.copy_(_bytes_of(storage))
+            here.copy_(bytes_of(storage))
             self._away.append((storage, here))
             storage.resize_(0)
         torch.cuda.empty_cache()
@@ -131,7 +131,7 @@ class RanksTeacher:
         """Keeps all weights on the device inside the block."""
         for storage, content in self._away:
             storage.resize_(len(content))
-            _bytes_of(storage).copy_(content, non_blocking=True)
+            bytes_of(storage).copy_(content, non_blocking=True)
         yield
         if self._away:
             torch.cuda.synchronize()
@@ -154,10 +154,6 @@ class RanksTeacher:
         if self._weight is None:
             raise ValueError("this rank has no logits")
         return Head(self._weight, head_scale(self.architecture, temperature))
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class Teachers:
