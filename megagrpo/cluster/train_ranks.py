@@ -20,7 +20,7 @@ from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.cluster import lost_ranks
 from megagrpo.cluster.actors import FILES, RankActor, ask
 from megagrpo.cluster.runtime import Runtime
-from megagrpo.cluster.waiting import settle, wait_for
+from megagrpo.cluster.waiting import Wait
 from megagrpo.errors import DIVERGED_FIX, CheckpointError, MegagrpoError, ModelError, Problem, RankError, RankLostError
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.processes.store import StoreHost
@@ -176,15 +176,8 @@ class TrainRanks:
 
     def wait_beside(self, doing: str, answers: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
         """Returns the first ranks' answers, for a thread beside the run's. Waits for all of them before it raises."""
-        named = dict(zip(self.actors, answers, strict=False))
-        done, failed = settle(
-            named,
-            doing=doing,
-            timeout_seconds=self._timeout,
-            error=RankLostError,
-            watch=None,
-            grace_seconds=FILE_GRACE_SECONDS,
-        )
+        named, wait = dict(zip(self.actors, answers, strict=False)), Wait(doing, self._timeout, RankLostError, None)
+        done, failed = wait.settle(named, FILE_GRACE_SECONDS)
         if failed:
             error = next((one for one in failed.values() if " died" in str(one)), next(iter(failed.values())))
             raise self.lost(error) if isinstance(error, RankLostError) else error
@@ -265,9 +258,8 @@ class TrainRanks:
     def _wait(
         self, answers: Mapping[str, ray.ObjectRef[Any]], doing: str, timeout_seconds: float, bar: str = ""
     ) -> dict[str, Any]:
-        seconds, watch = timeout_seconds, self.watch
         try:
-            return wait_for(answers, doing=doing, timeout_seconds=seconds, error=RankLostError, watch=watch, bar=bar)
+            return Wait(doing, timeout_seconds, RankLostError, self.watch).for_all(answers, bar)
         except RankLostError as error:
             raise self.lost(error) from error
 
