@@ -18,7 +18,7 @@ from torch import Tensor
 from megagrpo.batching.rank_batches import TrainSequence
 from megagrpo.errors import REPORT, Problem, RankError
 from megagrpo.megatron.attention import Collect
-from megagrpo.megatron.heads import CHUNK_ELEMENTS, HeadScale, VocabularyShard, scaled, vocabulary_logprobs
+from megagrpo.megatron.heads import CHUNK_ELEMENTS, Head, VocabularyShard, scaled, vocabulary_logprobs
 from megagrpo.types import GATHERED_IDS, KeptSets
 
 
@@ -75,9 +75,7 @@ def kept_logprobs(
     positions: Tensor,
     labels: Tensor,
     kept: KeptTokens | None,
-    weight: Tensor,
-    shard: VocabularyShard,
-    scale: HeadScale,
+    head: Head,
     *,
     entropy: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -87,20 +85,21 @@ def kept_logprobs(
     few numbers more for each: at most GATHERED_IDS of a token. Its forward pass takes two all-reduces too. Raises
     RankError for an id that the vocabulary does not have.
     """
+    weight, shard = head.weight, head.shard
     if kept is not None and kept.largest >= shard.vocab:
         raise RankError(
             Problem("kept sets of a microbatch", f"the id {kept.largest}", f"ids below {shard.vocab}", REPORT)
         )
     if kept is None or not len(kept.narrow):
         bits = None if kept is None or not len(kept.wide) else kept.bits
-        return vocabulary_logprobs(hidden, positions, labels, weight, shard, scale, kept_bits=bits, entropy=entropy)
+        return vocabulary_logprobs(hidden, positions, labels, head, kept_bits=bits, entropy=entropy)
     begin, end = np.searchsorted(kept.host_ids, [shard.first, shard.first + shard.real_rows(len(weight))])
     chosen: Tensor = Collect.apply(hidden, positions[kept.narrow])
     of, rows = kept.of[begin:end].long(), kept.ids[begin:end].long() - shard.first
     is_label = rows == (labels[kept.narrow] - shard.first)[of]
-    parts = [_KeptLogprobs.apply(chosen, weight, of, rows, is_label, shard, *scale.factors, entropy)]
+    parts = [_KeptLogprobs.apply(chosen, weight, of, rows, is_label, shard, *head.scale.factors, entropy)]
     if len(kept.wide):
-        of_wide = positions[kept.wide], labels[kept.wide], weight, shard, scale
+        of_wide = positions[kept.wide], labels[kept.wide], head
         parts.append(vocabulary_logprobs(hidden, *of_wide, kept_bits=kept.bits, entropy=entropy))
     logprobs, entropies = (torch.cat(values)[kept.order] for values in zip(*parts, strict=True))
     return logprobs, entropies

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -25,7 +25,7 @@ from megagrpo.layout.parallel import rank_grid
 from megagrpo.megatron.batch import Batch, ResponseTokens, TokenTensors, as_tensors
 from megagrpo.megatron.config import transformer_config
 from megagrpo.megatron.divergence_head import Compared, top_logprobs, vocabulary_divergence
-from megagrpo.megatron.heads import HeadScale, VocabularyShard, head_scale, output_weight, vocabulary_logprobs
+from megagrpo.megatron.heads import Head, VocabularyShard, head_scale, output_weight, vocabulary_logprobs
 from megagrpo.megatron.kept_head import kept_logprobs
 from megagrpo.megatron.model import build_chunks, named_tensors, read_tokens, unwrapped
 from megagrpo.megatron.offload import HostMemory, bytes_of
@@ -47,15 +47,6 @@ NOTHING = -80.0
 """A logprob that counts nothing in float32, with finite differences."""
 Figure = Literal["divergence", "agrees", "of_teacher"]
 """A figure of tokens, as in Compared."""
-
-
-@dataclass(frozen=True)
-class Head:
-    """The output matrix of a model on this rank: the rows [rows of this rank, hidden] of the ids that the policy's
-    shard has, and what makes logits of its products."""
-
-    weight: Tensor
-    scale: HeadScale
 
 
 class RanksTeacher:
@@ -149,11 +140,11 @@ class RanksTeacher:
         with self.here(), in_groups(self._groups):
             return read_tokens(self.chunks, batch, read)
 
-    def head(self, temperature: float) -> Head:
+    def head(self, shard: VocabularyShard, temperature: float) -> Head:
         """Returns its output matrix. Raises ValueError on ranks without logits."""
         if self._weight is None:
             raise ValueError("this rank has no logits")
-        return Head(self._weight, head_scale(self.architecture, temperature))
+        return Head(self._weight, shard, head_scale(self.architecture, temperature))
 
 
 class Teachers:
@@ -199,10 +190,9 @@ class Teachers:
             def read(output: Tensor, response: ResponseTokens, number: int = number) -> Tensor:
                 if self._objective.in_loss:
                     return output[response.positions]
-                head, of = self._head(number, self._temperature), self._rank.shard(self._vocab(number))
-                kept = response.kept and replace(response.kept, largest=min(response.kept.largest, of.vocab - 1))
-                where = response.positions, response.labels, kept
-                return kept_logprobs(output, *where, head.weight, of, head.scale, entropy=False)[0]
+                head, kept = self._head(number, self._temperature), response.kept
+                kept = kept and replace(kept, largest=min(kept.largest, head.shard.vocab - 1))
+                return kept_logprobs(output, response.positions, response.labels, kept, head, entropy=False)[0]
 
             its = [_is_of(response, number) for response in batch.responses]
             if apart is not None:
@@ -239,7 +229,7 @@ class Teachers:
         of_batch: the microbatch's index in the batch.
         """
         distillation, vocab = self._recipe.algorithm.distillation, self._policy.architecture.vocab
-        shard, logprobs = self._rank.shard, self._rank.logprobs
+        logprobs = self._rank.logprobs
         if distillation is None or not distillation.objective.in_loss:
             return *logprobs(output, response, entropy=entropy), None
         objective, parts = distillation.objective, list[tuple[Tensor, Compared]]()
@@ -247,11 +237,11 @@ class Teachers:
         shared, policy = response.kept is None and temperature == self._temperature, self._head(None, temperature)
         shared = shared and all(self._vocab(number) == vocab for number in self._hidden)
         for number, hidden in self._hidden.items():
-            at, of = _is_of(response, number).nonzero()[:, 0], shard(self._vocab(number))
+            at = _is_of(response, number).nonzero()[:, 0]
             given = response.positions[at], response.labels[at], policy, self._head(number, temperature)
-            parts.append((at, compared(objective, output, *given, hidden[of_batch], of, entropy and shared)))
+            parts.append((at, compared(objective, output, *given, hidden[of_batch], entropy and shared)))
         if isinstance(objective, TeacherTopKConfig) and len(self._recipe.teachers_on_ranks) < len(self._numbers):
-            parts.append(_compared_with_asked(objective, output, response, policy, shard(vocab), entropy and shared))
+            parts.append(_compared_with_asked(objective, output, response, policy, entropy and shared))
         divergence = output.new_zeros(len(response.rows), dtype=torch.float32)
         seen = {figure: torch.full_like(divergence, torch.nan) for figure in get_args(Figure)}
         others = torch.ones_like(divergence, dtype=torch.bool)
@@ -331,13 +321,11 @@ class Teachers:
         return vocab if teacher is None else min(vocab, teacher.architecture.vocab)
 
     def _head(self, number: int | None, temperature: float) -> Head:
-        """Returns the output matrix of a teacher, None: of the policy."""
+        """Returns the output matrix of a teacher, of ids that the policy has as well; None: of the policy."""
         if number in self._models:
-            return self._models[number].head(temperature)
-        weight = None if number is None else self._reference_weight
-        if weight is None:
-            weight = output_weight(unwrapped(self._policy.chunks[-1]))
-        return Head(weight, head_scale(self._policy.architecture, temperature))
+            return self._models[number].head(self._rank.shard(self._vocab(number)), temperature)
+        head, weight = self._rank.head(temperature), self._reference_weight
+        return head if number is None or weight is None else replace(head, weight=weight)
 
 
 def _require_finite(name: str, response: ResponseTokens, of_teacher: Tensor, values: Tensor) -> None:
@@ -367,42 +355,30 @@ def compared(
     policy: Head,
     teacher: Head,
     teacher_hidden: Tensor,
-    shard: VocabularyShard,
     entropy: bool,
 ) -> Compared:
     """Compares the policy with a teacher on the ranks. With the top k, agreement is among these ids.
 
     hidden: [tokens, hidden] of the policy; positions: int64 [n], rows of it; labels: int64 [n]; teacher_hidden:
-    [n, the teacher's hidden]; shard: of the ids that both have.
+    [n, the teacher's hidden].
     """
-    where = hidden, positions, labels
+    where, policy = (hidden, positions, labels), replace(policy, shard=teacher.shard)
     match objective:
         case FullVocabularyConfig():
-            return vocabulary_divergence(
-                *where,
-                policy.weight,
-                teacher_hidden,
-                teacher.weight,
-                shard,
-                divergence=objective.divergence,
-                beta=objective.beta,
-                student=policy.scale,
-                teacher=teacher.scale,
-                entropy=entropy,
-            )
+            heads, how = (policy, teacher_hidden, teacher), objective.divergence
+            return vocabulary_divergence(*where, *heads, divergence=how, beta=objective.beta, entropy=entropy)
         case StudentTopKConfig():
-            top = top_logprobs(hidden[positions], labels, policy.weight, shard, objective.k, policy.scale)
+            top = top_logprobs(hidden[positions], labels, policy, objective.k)
             asked = torch.cat([labels[:, None], top.ids], 1)
             everywhere = torch.arange(len(labels), device=labels.device)
-            its_head = teacher.weight, shard, teacher.scale
             with torch.no_grad():
-                of_teacher, _ = vocabulary_logprobs(teacher_hidden, everywhere, asked, *its_head, entropy=False)
+                of_teacher, _ = vocabulary_logprobs(teacher_hidden, everywhere, asked, teacher, entropy=False)
             known = None if entropy else (torch.cat([top.of_labels[:, None], top.logprobs], 1), top.normalizer)
-            found = _compared_at(objective, *where, policy, top.ids, of_teacher[:, 1:], shard, entropy, known)
+            found = _compared_at(objective, *where, policy, top.ids, of_teacher[:, 1:], entropy, known)
             return replace(found, of_teacher=of_teacher[:, 0], agrees=of_teacher[:, 1:].argmax(1) == 0)
         case TeacherTopKConfig():
-            top = top_logprobs(teacher_hidden, labels, teacher.weight, shard, objective.k, teacher.scale)
-            found = _compared_at(objective, *where, policy, top.ids, top.logprobs, shard, entropy)
+            top = top_logprobs(teacher_hidden, labels, teacher, objective.k)
+            found = _compared_at(objective, *where, policy, top.ids, top.logprobs, entropy)
             return replace(found, of_teacher=top.of_labels)
         case SampledTokenConfig():
             raise ValueError("sampled_token is a part of the advantages, not of the loss")
@@ -413,7 +389,6 @@ def _compared_with_asked(
     hidden: Tensor,
     response: ResponseTokens,
     policy: Head,
-    shard: VocabularyShard,
     entropy: bool,
 ) -> tuple[Tensor, Compared]:
     """Returns the places of the response tokens whose teachers were asked, int64 [n], and what `compared` does for
@@ -425,7 +400,7 @@ def _compared_with_asked(
         at = taught.logprobs[:, 0].isfinite().nonzero()[:, 0]
         ids, logprobs = taught.ids[at], taught.logprobs[at]
     where = hidden, response.positions[at], response.labels[at]
-    return at, _compared_at(objective, *where, policy, ids, logprobs, shard, entropy)
+    return at, _compared_at(objective, *where, policy, ids, logprobs, entropy)
 
 
 def _compared_at(
@@ -436,16 +411,14 @@ def _compared_at(
     policy: Head,
     ids: Tensor,
     of_teacher: Tensor,
-    shard: VocabularyShard,
     entropy: bool,
     known: tuple[Tensor, Tensor] | None = None,
 ) -> Compared:
     """Compares the policy with a teacher's logprobs at ids, int64 and float32 [n, k]. known: of the labels and the ids,
     as in `vocabulary_logprobs`. Ids that the policy does not have are among all others."""
-    common = ids < shard.vocab
+    common = ids < policy.shard.vocab
     asked = torch.cat([labels[:, None], ids.where(common, 0)], 1)
-    head = policy.weight, shard, policy.scale
-    found, entropies = vocabulary_logprobs(hidden, positions, asked, *head, entropy=entropy, known=known)
+    found, entropies = vocabulary_logprobs(hidden, positions, asked, policy, entropy=entropy, known=known)
     own, of_teacher = (logprobs.where(common, NOTHING) for logprobs in (found[:, 1:], of_teacher))
     divergence = divergence_of_top(own, of_teacher, objective.divergence, objective.beta)
     unknown = torch.full_like(divergence, torch.nan).detach()

@@ -14,7 +14,7 @@ from megagrpo.algorithm.advantage_method import AdvantageInputs
 from megagrpo.algorithm.advantages import AdvantageConfig
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
 from megagrpo.algorithm.token_advantages import token_energy
-from megagrpo.megatron.heads import HeadScale, VocabularyShard, vocabulary_logprobs
+from megagrpo.megatron.heads import Head, HeadScale, VocabularyShard, vocabulary_logprobs
 from tests.methods import advantage, names
 
 NAN = np.nan
@@ -287,7 +287,7 @@ def test_the_energy_of_a_token_is_the_squared_gradient_of_its_logprob_for_the_lo
     shard = VocabularyShard(53, 0, None)
     logprobs, sharpened = (
         vocabulary_logprobs(
-            hidden, torch.arange(9), labels, matrix, shard, HeadScale(scale, cap, temperature), entropy=False
+            hidden, torch.arange(9), labels, Head(matrix, shard, HeadScale(scale, cap, temperature)), entropy=False
         )[0]
         for temperature in (0.7, 0.35)
     )
