@@ -238,8 +238,8 @@ def test_most_likely_ids_come_in_order_with_their_logprobs(
     assert top.ids.dtype == torch.int64
     assert top.logprobs.dtype == top.of_labels.dtype == top.normalizer.dtype == torch.float32
     assert torch.equal(top.ids, order)
-    assert (top.logprobs - wanted.gather(1, order)).abs().max() < 3e-6  # logits are up to 40
-    assert (top.of_labels - wanted.gather(1, labels[:, None])[:, 0]).abs().max() < 3e-6
+    assert (top.logprobs - wanted.gather(1, order)).abs().max() < 8e-6  # float32, logits are up to 40
+    assert (top.of_labels - wanted.gather(1, labels[:, None])[:, 0]).abs().max() < 8e-6
 
 
 @settings(max_examples=60)
