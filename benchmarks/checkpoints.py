@@ -56,7 +56,7 @@ def main() -> None:
         def write(number: int) -> None:
             saving = store.begin(number)
             written, contents = rank.write_snapshot(saving)
-            store.commit(TrainerState(number, number, {}, {}), written + rank.finish_snapshot(saving, [contents]))
+            store.commit(TrainerState(number, number, {}, {}), written + rank.finish_snapshot(saving, contents))
 
         step()
         first = seconds_of(rank.take_snapshot)

@@ -24,7 +24,7 @@ from torch import Tensor
 from megagrpo.batching.rank_batches import TrainSequence
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import process
-from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
+from megagrpo.megatron.heads import Head, HeadScale, VocabularyShard, vocabulary_logprobs
 from megagrpo.megatron.kept_head import KeptTokens, kept_logprobs, kept_tokens
 from megagrpo.types import KeptSets
 
@@ -39,7 +39,7 @@ def ours(entropy: bool, prompt_share: float = 0.0) -> Way:
         positions = torch.arange(first, len(hidden), device=hidden.device)
         shard = VocabularyShard(len(weight), 0, None)
         logprobs, entropies = vocabulary_logprobs(
-            hidden, positions, labels[first:], weight, shard, temperature=1.0, entropy=entropy
+            hidden, positions, labels[first:], Head(weight, shard, HeadScale()), entropy=entropy
         )
         return -(logprobs.sum() + entropies.sum()) if entropy else -logprobs.sum()
 
@@ -58,7 +58,8 @@ def kept(ids: int) -> Way:
             sequence = TrainSequence(labels.cpu().numpy(), *plain, row=0, kept=KeptSets.of(of_tokens))
             found = sets[tokens] = kept_tokens([sequence], np.arange(tokens), hidden.device)
         positions, shard = torch.arange(tokens, device=hidden.device), VocabularyShard(len(weight), 0, None)
-        logprobs, _ = kept_logprobs(hidden, positions, labels, found, weight, shard, temperature=1.0, entropy=False)
+        head = Head(weight, shard, HeadScale())
+        logprobs, _ = kept_logprobs(hidden, positions, labels, found, head, entropy=False)
         return -logprobs.sum()
 
     sets: dict[int, KeptTokens | None] = {}

@@ -71,7 +71,7 @@ def main() -> None:
         model, (batch,) = rank.teachers._models[0], batches_of(plain, directory, sequences)
 
         def begin(recipe: Recipe) -> None:
-            rank.recipe, rank.teachers = recipe, Teachers(recipe, rank.policy, rank._own_routes)
+            rank.recipe, rank.teachers = recipe, Teachers(recipe, rank)
             if recipe.teachers:
                 rank.teachers.add("teacher", model)
             rank.load_batch(batch)

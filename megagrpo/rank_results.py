@@ -41,16 +41,6 @@ class TokenNumbers:
 
 
 @dataclass(frozen=True)
-class TokenFigures:
-    """An update's figures for some of one rank's response tokens, in any order, on their way to the driver."""
-
-    rows: np.ndarray  # int32 [tokens], row of the sample in the step
-    index: np.ndarray  # int32 [tokens], index of the token in its response
-    logprobs: np.ndarray  # float32 [tokens], by the trainer before the update
-    entropies: np.ndarray | None  # float32 [tokens], as the update first saw it; None: not computed
-
-
-@dataclass(frozen=True)
 class CriticMetrics:
     """The metrics of a critic's update over all ranks, minibatches and epochs. Means are over response tokens."""
 

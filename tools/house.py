@@ -30,27 +30,27 @@ class Limits:
 
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
-    ("weights",): 9_308,
-    ("megatron",): 6_110,
-    ("layout", "batching", "algorithm"): 3_171,
+    ("weights",): 9_270,
+    ("megatron",): 6_031,
+    ("layout", "batching", "algorithm"): 3_155,
     ("checkpoint", "convert"): 2_488,
-    ("rollout",): 5_086,
-    ("cluster",): 3_435,
-    ("trainer", "evaluation"): 4_896,
-    ("recipe", "preflight", "doctor"): 6_182,
-    ("plan",): 5_331,
-    ("data",): 2_801,
-    ("reward",): 7_738,
-    ("agents",): 5_156,
-    ("track", "report"): 4_870,
-    ("importing",): 3_078,
-    ("commands", "processes", ""): 2_827,
+    ("rollout",): 4_940,
+    ("cluster",): 3_367,
+    ("trainer", "evaluation"): 4_888,
+    ("recipe", "preflight", "doctor"): 6_141,
+    ("plan",): 5_275,
+    ("data",): 2_800,
+    ("reward",): 7_714,
+    ("agents",): 5_147,
+    ("track", "report"): 4_854,
+    ("importing",): 3_015,
+    ("commands", "processes", ""): 2_812,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=369),
-    "tests": Limits(lines=61_788, lines_of_file=600, files=None),
+    "tests": Limits(lines=61_786, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (15, 6), "A metric's walk": (5, 3)}

@@ -47,23 +47,11 @@ def share_over_ranks(bin_costs: Sequence[float], ranks: int) -> list[list[int]]:
     """
     order = np.argsort(-np.asarray(bin_costs), kind="stable").reshape(-1, ranks)
     cost = np.asarray(bin_costs)[order]
-    # An entry is minus the largest difference, an index to break ties, the ascending costs of the shares, their rounds.
-    heap = [
-        (-float(np.ptp(shares)), index, shares[::-1], rounds[None, ::-1])
-        for index, (shares, rounds) in enumerate(zip(cost, order, strict=True))
-    ]
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        _, index, one, rounds = heapq.heappop(heap)
-        _, _, other, more = heapq.heappop(heap)
-        shares = one + other[::-1]
-        ascending = np.argsort(shares, kind="stable")
-        joined = np.concatenate([rounds, more[:, ::-1]])[:, ascending]
-        heapq.heappush(heap, (-float(np.ptp(shares)), index, shares[ascending], joined))
-    (_, _, _, rounds) = heap[0]
+    rounds = zip(cost[:, ::-1], order[:, ::-1], strict=True)
+    members, rank_of = _differenced([(shares, of_round, np.arange(ranks)) for shares, of_round in rounds])
     place = np.empty(order.size, dtype=np.int64)
     place[order.ravel()] = np.arange(order.size)
-    return [sorted(of_rank.tolist(), key=place.__getitem__) for of_rank in rounds.T]
+    return [sorted(members[rank_of == rank].tolist(), key=place.__getitem__) for rank in range(ranks)]
 
 
 def _longest_first(cost: np.ndarray, bins: int) -> list[list[int]]:
@@ -82,24 +70,29 @@ def _largest_differencing(cost: np.ndarray, bins: int) -> list[list[int]]:
 
     At first every sequence is a partition of its own, alone in the last bin.
     """
-    heap = []
-    for sequence, value in enumerate(cost.tolist()):
-        loads = np.zeros(bins)
-        loads[-1] = value
-        heap.append((-value, sequence, loads, np.array([sequence]), np.array([bins - 1])))
+    last = np.array([bins - 1])
+    alone = [(np.append(np.zeros(bins - 1), value), np.array([sequence]), last) for sequence, value in enumerate(cost)]
+    filled: list[list[int]] = [[] for _ in range(bins)]
+    for sequence, place in zip(*_differenced(alone), strict=True) if alone else ():
+        filled[place].append(int(sequence))
+    return filled
+
+
+def _differenced(partitions: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Joins partitions until one is left: the two whose bins differ most, the costliest bin of one with the cheapest of
+    the other. Returns its members and the bin of each. partitions: costs of the bins, ascending; members; their bins.
+    """
+    # An entry is minus the largest difference, an index to break ties, and the partition.
+    heap = [(-float(np.ptp(partition[0])), index, *partition) for index, partition in enumerate(partitions)]
     heapq.heapify(heap)
     while len(heap) > 1:
         _, index, one, members, bin_of = heapq.heappop(heap)
         _, _, other, more, bin_of_more = heapq.heappop(heap)
-        loads = one + other[::-1]
-        ascending = np.argsort(loads, kind="stable")
+        costs, bins = one + other[::-1], len(one)
+        ascending = np.argsort(costs, kind="stable")
         moved = np.empty(bins, dtype=np.int64)
         moved[ascending] = np.arange(bins)
         places = moved[np.concatenate([bin_of, bins - 1 - bin_of_more])]
         joined = np.concatenate([members, more])
-        heapq.heappush(heap, (-float(np.ptp(loads)), index, loads[ascending], joined, places))
-    filled: list[list[int]] = [[] for _ in range(bins)]
-    for _, _, _, members, bin_of in heap:
-        for sequence, place in zip(members.tolist(), bin_of.tolist(), strict=True):
-            filled[place].append(sequence)
-    return filled
+        heapq.heappush(heap, (-float(np.ptp(costs)), index, costs[ascending], joined, places))
+    return heap[0][3:]

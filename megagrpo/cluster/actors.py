@@ -20,12 +20,9 @@ from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 if TYPE_CHECKING:
     import torch
 
-    from megagrpo.checkpoint.store import SavedFile
-    from megagrpo.megatron.snapshot import Contents
     from megagrpo.processes.store import StoreAddress
     from megagrpo.weights.blocks import Preparation
     from megagrpo.weights.boxes import Box
-    from megagrpo.weights.files.export import Export
     from megagrpo.weights.plan import WeightPlan
     from megagrpo.weights.transport.choice import Channel
 
@@ -74,9 +71,10 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def ask(actor: Any, method: str, *arguments: Any) -> ray.ObjectRef[Any]:
-    """Calls a method of a RankActor's rank. Ray shows the method's name in process titles, task lists and errors."""
-    return actor.call.options(name=f"RankActor.{method}").remote(method, *arguments)
+def ask(actor: Any, method: str, *arguments: Any, **options: Any) -> Any:
+    """Calls a method of a RankActor's rank. Ray shows the method's name in process titles, task lists and errors.
+    options: of Ray, such as the thread; num_returns gives a list of results."""
+    return actor.call.options(name=f"RankActor.{method}", **options).remote(method, *arguments)
 
 
 @ray.remote(max_restarts=0, concurrency_groups={FILES: 1})
@@ -137,20 +135,6 @@ class RankActor:
     def end_profile(self, directory: Path) -> str:
         """Writes the profile since `begin_profile`. Returns the reason if it could not, or ""."""
         return self.profiler.end(directory, self.rank.where.rank)
-
-    # --- files, written while the rank trains: calls of the rank in another thread ------------------------------------
-
-    @ray.method(concurrency_group=FILES, num_returns=2)
-    def write_snapshot(self, directory: Path) -> tuple[tuple[SavedFile, ...], dict[str, Contents]]:
-        return self.rank.write_snapshot(directory)
-
-    @ray.method(concurrency_group=FILES)
-    def finish_snapshot(self, directory: Path, *of_ranks: dict[str, Contents]) -> tuple[SavedFile, ...]:
-        return self.rank.finish_snapshot(directory, of_ranks)
-
-    @ray.method(concurrency_group=FILES)
-    def write_copied_export(self, export: Export) -> None:
-        self.rank.write_copied_export(export)
 
     # --- this rank's end of the weight sync ---------------------------------------------------------------------------
 

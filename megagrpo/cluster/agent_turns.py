@@ -5,44 +5,31 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from threading import Condition
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from megagrpo.agents.chat import chat_of
 from megagrpo.agents.host import TICK_SECONDS, AgentHost
 from megagrpo.agents.processes import program_of
-from megagrpo.errors import MegagrpoError
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import Recipe
-from megagrpo.rollout.pool import Order, Pool
+from megagrpo.rollout.pool import Order
 from megagrpo.types import Request, Sample
+
+if TYPE_CHECKING:
+    from megagrpo.cluster.rollouts import Rollouts
 
 GATHER_SECONDS = 0.003
 """Turns that come within this time go to engines together: the embedded engine samples batch after batch."""
-
-
-class Engines(Protocol):
-    """The engines that sample turns, as Rollouts (rollouts.py) has them."""
-
-    pool: Pool
-    changed: Condition
-    say: Callable[[str], None]
-
-    def hand_out(self) -> None: ...
-
-    def take_back(self, orders: Iterable[Order]) -> None: ...
-
-    def fail(self, error: MegagrpoError) -> None: ...
 
 
 class AgentTurns:
     """A bridge that hands rollouts to the host of the agents, and their turns to the pool. Callers of its methods hold
     `changed`."""
 
-    def __init__(self, recipe: Recipe, tokenizer_directory: Path, engines: Engines) -> None:
+    def __init__(self, recipe: Recipe, tokenizer_directory: Path, engines: Rollouts) -> None:
         """Creates the agents' host. Raises AgentError if the agent's file cannot be read."""
         if (agent := recipe.agent) is None:
             raise ValueError("no agent")

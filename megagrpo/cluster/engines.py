@@ -20,7 +20,7 @@ import ray
 
 from megagrpo.cluster.actors import prepare_process
 from megagrpo.cluster.runtime import Runtime
-from megagrpo.cluster.waiting import answer_of, end_actors, wait_for
+from megagrpo.cluster.waiting import Wait, end_actors
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.processes.ports import free_port
 from megagrpo.recipe.schema import Recipe
@@ -291,7 +291,8 @@ class EngineActors:
                     restart.started = self._start(engine)
                     restart.late_at = time.monotonic() + self.recipe.cluster.start_timeout_seconds
             elif ray.wait([restart.started], timeout=0)[0]:
-                answer = answer_of(restart.started, engine, "starting", EngineError, None)
+                starting = Wait("starting", self.recipe.cluster.start_timeout_seconds, EngineError, None)
+                answer = starting.answer_of(restart.started, engine)
                 over[engine] = answer if isinstance(answer, MegagrpoError) else None
             elif time.monotonic() > restart.late_at:
                 given = f"nothing after {self.recipe.cluster.start_timeout_seconds:g} s"
@@ -334,8 +335,8 @@ class EngineActors:
             del self.by_name[name], self._other_nodes[name]
 
     def _wait(self, results: Mapping[str, ray.ObjectRef[Any]], doing: str, bar: str = "") -> dict[str, Any]:
-        seconds, watch = self.recipe.cluster.start_timeout_seconds, self.runtime.watch
-        return wait_for(results, doing=doing, timeout_seconds=seconds, error=EngineError, watch=watch, bar=bar)
+        seconds = self.recipe.cluster.start_timeout_seconds
+        return Wait(doing, seconds, EngineError, self.runtime.watch).for_all(results, bar)
 
     def _actors_of(self, engine: str) -> list[Any]:
         return [self.by_name[engine], *self._other_nodes[engine]]

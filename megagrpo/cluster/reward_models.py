@@ -23,7 +23,7 @@ from ray.exceptions import RayError, RayTaskError
 from megagrpo.algorithm.distillation import TeacherTopKConfig
 from megagrpo.cluster.actors import prepare_process
 from megagrpo.cluster.runtime import Runtime
-from megagrpo.cluster.waiting import end_actors, wait_for
+from megagrpo.cluster.waiting import Wait, end_actors
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.processes import importing
 from megagrpo.recipe.defaults import run_directory
@@ -244,8 +244,8 @@ class RewardModels:
         """Raises ModelError or EngineError naming the models that did not start in cluster.start_timeout_seconds."""
         if self._starting:
             seconds = self._recipe.cluster.start_timeout_seconds
-            watch, bar = self._runtime.watch, "starting models beside"
-            wait_for(self._starting, doing="starting", timeout_seconds=seconds, error=EngineError, watch=watch, bar=bar)
+            wait = Wait("starting", seconds, EngineError, self._runtime.watch)
+            wait.for_all(self._starting, "starting models beside")
 
     def served(self) -> dict[str, Served]:
         """Returns the models that reward functions ask, by name."""

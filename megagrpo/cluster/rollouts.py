@@ -18,7 +18,7 @@ import ray
 
 from megagrpo.cluster.engine_answers import EngineAnswers, read_so_far
 from megagrpo.cluster.engines import CLOSE_SECONDS, EngineActors, ask_engine
-from megagrpo.cluster.waiting import SLICE_SECONDS, answer_of, settle
+from megagrpo.cluster.waiting import SLICE_SECONDS, Wait
 from megagrpo.errors import REPORT, EngineError, MegagrpoError, Problem
 from megagrpo.progress import progress
 from megagrpo.rollout.engine import MemoryTag
@@ -189,14 +189,10 @@ class Rollouts:
             self.wait(lambda: not any(self.pool.engines.values()))
         with self.changed:
             up = self._up()
-        _, failed = settle(
-            {name: ask_engine(actor, "release_memory", tags) for name, actor in up.items()},
-            doing="release_memory",
-            timeout_seconds=self._recipe.cluster.start_timeout_seconds,
-            error=EngineError,
-            watch=self._runtime.watch,
-            grace_seconds=CLOSE_SECONDS,
-        )
+        releasing = {name: ask_engine(actor, "release_memory", tags) for name, actor in up.items()}
+        seconds = self._recipe.cluster.start_timeout_seconds
+        wait = Wait("release_memory", seconds, EngineError, self._runtime.watch)
+        _, failed = wait.settle(releasing, CLOSE_SECONDS)
         for name, error in failed.items():
             self.lose(name, up[name], error)
         return bool(up)
@@ -356,7 +352,7 @@ class Rollouts:
             return
         engine, so_far = expected
         try:
-            answer = answer_of(ref, engine, "rollout", EngineError, None)
+            answer = Wait("rollout", SLICE_SECONDS, EngineError, watch=None).answer_of(ref, engine)
         except (OSError, MemoryError) as error:
             answer = EngineError(Problem("rollout: this process cannot read samples", str(error)))
         completed: list[Order] = []

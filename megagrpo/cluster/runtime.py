@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megagrpo.checkpoint.store import damaged, read_manifest
-from megagrpo.cluster.waiting import SLICE_SECONDS, NodeWatch, RayPulse, end_process, node_names, on_node, wait_for
+from megagrpo.cluster.waiting import SLICE_SECONDS, NodeWatch, RayPulse, Wait, end_process, node_names, on_node
 from megagrpo.errors import PreflightError, Problem, RankError
 from megagrpo.recipe.defaults import DevicePlan, checkpoint_directory, device_here, plan_devices, run_directory
 from megagrpo.recipe.schema import AnyRecipe
@@ -168,8 +168,7 @@ def _gpus(
         name: gpu.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
         for index, name in enumerate(names)
     }
-    doing = "cluster: which GPUs the run has"
-    answers = wait_for(gpus, doing=doing, timeout_seconds=timeout_seconds, error=RankError, watch=watch)
+    answers = Wait("cluster: which GPUs the run has", timeout_seconds, RankError, watch).for_all(gpus)
     return dict(enumerate(answers.values()))
 
 
@@ -254,8 +253,7 @@ def damage_on_nodes(runtime: Runtime, timeout_seconds: float, root: Path) -> lis
         runtime.watch.names[node]: on_node(verify, node).remote(root, largest_first[index :: len(nodes)])
         for index, node in enumerate(nodes)
     }
-    doing = f"verifying {root}"
-    lines = wait_for(results, doing=doing, timeout_seconds=timeout_seconds, error=RankError, watch=runtime.watch)
+    lines = Wait(f"verifying {root}", timeout_seconds, RankError, runtime.watch).for_all(results)
     return list(chain.from_iterable(lines.values()))
 
 
@@ -275,13 +273,9 @@ def check_files(runtime: Runtime, recipe: AnyRecipe, read: Sequence[Path]) -> No
         for probe in probes:
             probe.parent.mkdir(parents=True, exist_ok=True)
             probe.touch()
-        answers = wait_for(
-            {names[node]: on_node(missing_files, node).remote(list(directories)) for node in sorted(others)},
-            doing="looking for the run's files",
-            timeout_seconds=recipe.cluster.start_timeout_seconds,
-            error=RankError,
-            watch=runtime.watch,
-        )
+        looking = {names[node]: on_node(missing_files, node).remote(list(directories)) for node in sorted(others)}
+        seconds = recipe.cluster.start_timeout_seconds
+        answers = Wait("looking for the run's files", seconds, RankError, runtime.watch).for_all(looking)
     finally:
         for probe in probes:
             probe.unlink(missing_ok=True)

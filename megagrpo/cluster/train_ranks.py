@@ -5,7 +5,7 @@ Every call has a deadline.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -18,9 +18,9 @@ import ray
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.cluster import lost_ranks
-from megagrpo.cluster.actors import RankActor, ask
+from megagrpo.cluster.actors import FILES, RankActor, ask
 from megagrpo.cluster.runtime import Runtime
-from megagrpo.cluster.waiting import settle, wait_for
+from megagrpo.cluster.waiting import Wait
 from megagrpo.errors import DIVERGED_FIX, CheckpointError, MegagrpoError, ModelError, Problem, RankError, RankLostError
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.processes.store import StoreHost
@@ -30,7 +30,7 @@ from megagrpo.recipe.schema import AnyRecipe
 
 if TYPE_CHECKING:
     from megagrpo.checkpoint.store import SavedFile
-    from megagrpo.rank_results import CriticMetrics, StepMetrics
+    from megagrpo.rank_results import CriticMetrics, StepMetrics, TokenNumbers
     from megagrpo.weights.files.export import Export
     from megagrpo.weights.plan import WeightPlan
 
@@ -158,30 +158,26 @@ class TrainRanks:
 
     def write_copied_export(self, export: Export) -> None:
         """Writes every rank's copied boxes, beside its other work. For any thread, as `write_snapshot`."""
-        self.wait_beside("export beside", [actor.write_copied_export.remote(export) for actor in self.ranks])
+        writing = [ask(actor, "write_copied_export", export, concurrency_group=FILES) for actor in self.ranks]
+        self.wait_beside("export beside", writing)
 
     def write_snapshot(self, directory: Path) -> list[SavedFile]:
         """Writes every rank's copied state, beside its other work. Returns all files that were written.
 
         For any thread. When it raises, no rank writes any more, unless one has not answered at all.
         """
-        answers = [actor.write_snapshot.remote(directory) for actor in self.ranks]
+        beside: dict[str, Any] = {"concurrency_group": FILES, "num_returns": 2}
+        answers = [ask(actor, "write_snapshot", directory, **beside) for actor in self.ranks]
         files = list(chain.from_iterable(self.wait_beside("save", [of_rank for of_rank, _ in answers])))
         contents = [of_rank for _, of_rank in answers]
-        (last,) = self.wait_beside("end of a save", [self.ranks[0].finish_snapshot.remote(directory, *contents)])
+        finishing = ask(self.ranks[0], "finish_snapshot", directory, *contents, concurrency_group=FILES)
+        (last,) = self.wait_beside("end of a save", [finishing])
         return [*files, *last]
 
     def wait_beside(self, doing: str, answers: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
         """Returns the first ranks' answers, for a thread beside the run's. Waits for all of them before it raises."""
-        named = dict(zip(self.actors, answers, strict=False))
-        done, failed = settle(
-            named,
-            doing=doing,
-            timeout_seconds=self._timeout,
-            error=RankLostError,
-            watch=None,
-            grace_seconds=FILE_GRACE_SECONDS,
-        )
+        named, wait = dict(zip(self.actors, answers, strict=False)), Wait(doing, self._timeout, RankLostError, None)
+        done, failed = wait.settle(named, FILE_GRACE_SECONDS)
         if failed:
             error = next((one for one in failed.values() if " died" in str(one)), next(iter(failed.values())))
             raise self.lost(error) if isinstance(error, RankLostError) else error
@@ -262,9 +258,8 @@ class TrainRanks:
     def _wait(
         self, answers: Mapping[str, ray.ObjectRef[Any]], doing: str, timeout_seconds: float, bar: str = ""
     ) -> dict[str, Any]:
-        seconds, watch = timeout_seconds, self.watch
         try:
-            return wait_for(answers, doing=doing, timeout_seconds=seconds, error=RankLostError, watch=watch, bar=bar)
+            return Wait(doing, timeout_seconds, RankLostError, self.watch).for_all(answers, bar)
         except RankLostError as error:
             raise self.lost(error) from error
 
@@ -284,12 +279,7 @@ class Policy(TrainRanks):
 
         lengths: int64 [rows], response tokens of every sample of the step; those not loaded get `absent`.
         """
-        ragged = ragged_zeros(lengths, np.float32)
-        ragged.values.fill(absent)
-        for part in self.call(method):
-            if part is not None:
-                ragged.values[ragged.offsets[part.rows] + part.index] = part.values
-        return ragged
+        return _together(self.call(method), lengths, absent)
 
     def update(self, advantages: np.ndarray | Ragged, lr: float, kl_coefficient: float, step: int) -> StepMetrics:
         """Trains on the loaded batch, in all minibatches and epochs.
@@ -304,15 +294,19 @@ class Policy(TrainRanks):
         lengths: int64 [rows], response tokens of the first samples of the step; those not loaded get zeros.
         """
         figures = {name: ask(self.actors[name], "token_figures", len(lengths)) for name in self._answering}
-        parts = [part for part in self._wait(figures, "token_figures", self._timeout).values() if part is not None]
-        logprobs, entropies = ragged_zeros(lengths, np.float32), ragged_zeros(lengths, np.float32)
-        for part in parts:
-            at = logprobs.offsets[part.rows] + part.index
-            logprobs.values[at] = part.logprobs
-            if part.entropies is not None:
-                entropies.values[at] = part.entropies
-        return logprobs, entropies if any(part.entropies is not None for part in parts) else None
+        logprobs, entropies = zip(*self._wait(figures, "token_figures", self._timeout).values(), strict=True)
+        return _together(logprobs, lengths), _together(entropies, lengths) if any(entropies) else None
 
     def update_critic(self, returns: Ragged, lr: float) -> CriticMetrics:
         """Trains the critic, not the policy, on the loaded batch towards these returns: all minibatches and epochs."""
         return self.answer("update_critic", ray.put(returns), lr)
+
+
+def _together(parts: Iterable[TokenNumbers | None], lengths: np.ndarray, absent: float = 0.0) -> Ragged:
+    """Joins the ranks' numbers, float32; tokens that no rank has get `absent`."""
+    ragged = ragged_zeros(lengths, np.float32)
+    ragged.values.fill(absent)
+    for part in parts:
+        if part is not None:
+            ragged.values[ragged.offsets[part.rows] + part.index] = part.values
+    return ragged

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from select import select
 from threading import Event, Thread
 from typing import Any
@@ -173,125 +174,110 @@ def end_process(error: MegagrpoError) -> None:
     os._exit(error.exit_code)
 
 
-def wait_for(
-    results: Mapping[str, ray.ObjectRef[Any]],
-    *,
-    doing: str,
-    timeout_seconds: float,
-    error: type[MegagrpoError],
-    watch: NodeWatch,
-    bar: str = "",
-) -> dict[str, Any]:
-    """Waits for all results; returns them by name, in the order of `results`.
+@dataclass(frozen=True)
+class Wait:
+    """A wait for actors: what they do, the deadline, the error of one that fails, and the watch that ends it."""
 
-    Fails as soon as one actor does, before the deadline: a dead rank leaves its peers hanging in a collective.
-    A MegagrpoError that an actor raised is raised as it is; any other becomes `error`, naming the actor. bar: text of a
-    bar that counts the results.
-    """
-    done: dict[str, Any] = {}
-    with progress(bar, len(results)) if bar else nullcontext() as work:
-        for name, answer in _as_they_come(results, doing, timeout_seconds, error, watch):
-            if isinstance(answer, MegagrpoError):
-                # Others may have noticed the death of an actor, and raised about it, before Ray did.
-                left = {other: ref for other, ref in results.items() if other not in done and other != name}
-                ready = ray.wait(list(left.values()), num_returns=len(left), timeout=DEATH_SECONDS)[0] if left else ()
-                others = (answer_of(ref, other, doing, error, watch) for other, ref in left.items() if ref in ready)
-                deaths = (a for a in others if isinstance(a, MegagrpoError) and " died" in a.problems[0].where)
-                raise next(deaths, answer)
-            done[name] = answer
-            if work is not None:
-                work.advance()
-    return {name: done[name] for name in results}  # they came in the order in which the actors answered
+    doing: str
+    timeout_seconds: float
+    error: type[MegagrpoError]
+    watch: NodeWatch | None
 
+    def for_all(self, results: Mapping[str, ray.ObjectRef[Any]], bar: str = "") -> dict[str, Any]:
+        """Returns all results by name, in the order of `results`. bar: text of a bar that counts them.
 
-def settle(
-    results: Mapping[str, ray.ObjectRef[Any]],
-    *,
-    doing: str,
-    timeout_seconds: float,
-    error: type[MegagrpoError],
-    watch: NodeWatch | None,
-    at_first_failure: Callable[[str], None] = lambda text: None,
-    grace_seconds: float = 0.0,
-) -> tuple[dict[str, Any], dict[str, MegagrpoError]]:
-    """Waits for the answers of all actors: results, and errors, by name. Raises only what `watch` raises.
+        Fails as soon as one actor does, before the deadline: a dead rank leaves its peers hanging in a collective.
+        A MegagrpoError that an actor raised is raised as it is; any other becomes `error`, naming the actor.
+        """
+        done: dict[str, Any] = {}
+        with progress(bar, len(results)) if bar else nullcontext() as work:
+            for name, answer in self._as_they_come(results):
+                if isinstance(answer, MegagrpoError):
+                    # Others may have noticed the death of an actor, and raised about it, before Ray did.
+                    left = {ref: other for other, ref in results.items() if other not in done and other != name}
+                    ready = ray.wait([*left], num_returns=len(left), timeout=DEATH_SECONDS)[0] if left else ()
+                    others = (self.answer_of(ref, other) for ref, other in left.items() if ref in ready)
+                    deaths = (a for a in others if isinstance(a, MegagrpoError) and " died" in a.problems[0].where)
+                    raise next(deaths, answer)
+                done[name] = answer
+                if work is not None:
+                    work.advance()
+        return {name: done[name] for name in results}  # they came in the order in which the actors answered
 
-    After the first failure `at_first_failure` is called with its text, to release the actors that wait for the failed
-    one. The others then have `grace_seconds` to answer; a missing answer is an error too.
-    """
-    done: dict[str, Any] = {}
-    failed: dict[str, MegagrpoError] = {}
+    def settle(
+        self,
+        results: Mapping[str, ray.ObjectRef[Any]],
+        grace_seconds: float = 0.0,
+        at_first_failure: Callable[[str], None] = lambda text: None,
+    ) -> tuple[dict[str, Any], dict[str, MegagrpoError]]:
+        """Waits for the answers of all actors: results, and errors, by name. Raises only what `watch` raises.
 
-    def take(refs: Mapping[str, ray.ObjectRef[Any]], seconds: float) -> None:
-        for name, answer in _as_they_come(refs, doing, seconds, error, watch):
-            if isinstance(answer, MegagrpoError):
-                failed[name] = answer
+        After the first failure `at_first_failure` is called with its text, to release the actors that wait for the
+        failed one. The others then have `grace_seconds` to answer; a missing answer is an error too.
+        """
+        done: dict[str, Any] = {}
+        failed: dict[str, MegagrpoError] = {}
+
+        def take(refs: Mapping[str, ray.ObjectRef[Any]], seconds: float) -> None:
+            for name, answer in replace(self, timeout_seconds=seconds)._as_they_come(refs):
+                if isinstance(answer, MegagrpoError):
+                    failed[name] = answer
+                    return
+                done[name] = answer
+
+        take(results, self.timeout_seconds)
+        if failed:
+            at_first_failure(str(next(iter(failed.values()))))
+        deadline = time.monotonic() + grace_seconds
+        while len(done) + len(failed) < len(results):
+            left = {name: ref for name, ref in results.items() if name not in done and name not in failed}
+            take(left, max(0.0, deadline - time.monotonic()))
+        return done, failed
+
+    def _as_they_come(self, results: Mapping[str, ray.ObjectRef[Any]]) -> Iterator[tuple[str, Any]]:
+        """Yields (name, answer or error) as answers arrive. At the deadline, yields an error for each missing one."""
+        began = time.monotonic()
+        deadline = began + self.timeout_seconds
+        names = {ref: name for name, ref in results.items()}
+        while names:
+            if self.watch:
+                self.watch.check()
+            left = max(0.0, deadline - time.monotonic())
+            ready, _ = ray.wait(list(names), num_returns=1, timeout=min(left, SLICE_SECONDS))
+            if not ready and left > SLICE_SECONDS:
+                continue
+            if not ready:
+                late = [name for name in results if name in names.values()]
+                given = f"nothing after {self.timeout_seconds:g} s"
+                needed = "an answer from every one of " + ", ".join(results)
+                fix = "look for the first error in the logs of those named; if they were slow, raise the timeout"
+                problem = Problem(f"{self.doing}: no answer from {', '.join(late)}", given, needed, fix)
+                yield from ((name, self.error(problem)) for name in late)
                 return
-            done[name] = answer
+            for ref in ready:
+                name = names.pop(ref)
+                TIMELINE.record(name, self.doing, began, time.monotonic())
+                yield name, self.answer_of(ref, name)
 
-    take(results, timeout_seconds)
-    if failed:
-        at_first_failure(str(next(iter(failed.values()))))
-    deadline = time.monotonic() + grace_seconds
-    while len(done) + len(failed) < len(results):
-        left = {name: ref for name, ref in results.items() if name not in done and name not in failed}
-        take(left, max(0.0, deadline - time.monotonic()))
-    return done, failed
-
-
-def _as_they_come(
-    results: Mapping[str, ray.ObjectRef[Any]],
-    doing: str,
-    timeout_seconds: float,
-    error: type[MegagrpoError],
-    watch: NodeWatch | None,
-) -> Iterator[tuple[str, Any]]:
-    """Yields (name, answer or error) as answers arrive. At the deadline, yields an error for each missing one."""
-    began = time.monotonic()
-    deadline = began + timeout_seconds
-    names = {ref: name for name, ref in results.items()}
-    while names:
-        if watch:
-            watch.check()
-        left = max(0.0, deadline - time.monotonic())
-        ready, _ = ray.wait(list(names), num_returns=1, timeout=min(left, SLICE_SECONDS))
-        if not ready and left > SLICE_SECONDS:
-            continue
-        if not ready:
-            late = [name for name in results if name in names.values()]
-            given = f"nothing after {timeout_seconds:g} s"
-            needed = "an answer from every one of " + ", ".join(results)
-            fix = "look for the first error in the logs of those named; if they were slow, raise the timeout"
-            problem = Problem(f"{doing}: no answer from {', '.join(late)}", given, needed, fix)
-            yield from ((name, error(problem)) for name in late)
-            return
-        for ref in ready:
-            name = names.pop(ref)
-            TIMELINE.record(name, doing, began, time.monotonic())
-            yield name, answer_of(ref, name, doing, error, watch)
-
-
-def answer_of(
-    ref: ray.ObjectRef[Any], name: str, doing: str, error: type[MegagrpoError], watch: NodeWatch | None
-) -> Any:
-    """Returns the actor's result, or the error that it raised or died with."""
-    try:
-        return ray.get(ref, timeout=60.0)
-    except RayTaskError as failure:
-        if isinstance(failure.cause, MegagrpoError):
-            return failure.cause
-        raised = error(Problem(where=f"{doing}: {name} raised", given=str(failure).strip()))
-        raised.__cause__ = failure.cause
-        return raised
-    except (RayActorError, WorkerCrashedError, TaskUnschedulableError, NodeDiedError) as failure:
-        if watch:
-            watch.after_failure(failure)
-        return error(Problem(f"{doing}: {name} died", str(failure).strip(), fix=CONTINUES))
-    except RayError as failure:
-        cause = failure.client_exc if isinstance(failure, RaySystemError) else None
-        if isinstance(cause, OSError | MemoryError):  # of this process, while it read the answer
-            raise cause from failure
-        return error(Problem(where=f"{doing}: no result from {name}", given=str(failure).strip()))
+    def answer_of(self, ref: ray.ObjectRef[Any], name: str) -> Any:
+        """Returns the actor's result, or the error that it raised or died with."""
+        try:
+            return ray.get(ref, timeout=60.0)
+        except RayTaskError as failure:
+            if isinstance(failure.cause, MegagrpoError):
+                return failure.cause
+            raised = self.error(Problem(where=f"{self.doing}: {name} raised", given=str(failure).strip()))
+            raised.__cause__ = failure.cause
+            return raised
+        except (RayActorError, WorkerCrashedError, TaskUnschedulableError, NodeDiedError) as failure:
+            if self.watch:
+                self.watch.after_failure(failure)
+            return self.error(Problem(f"{self.doing}: {name} died", str(failure).strip(), fix=CONTINUES))
+        except RayError as failure:
+            cause = failure.client_exc if isinstance(failure, RaySystemError) else None
+            if isinstance(cause, OSError | MemoryError):  # of this process, while it read the answer
+                raise cause from failure
+            return self.error(Problem(where=f"{self.doing}: no result from {name}", given=str(failure).strip()))
 
 
 def end_actors(actors: Sequence[Any], patience_seconds: float) -> None:

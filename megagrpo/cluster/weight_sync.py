@@ -15,7 +15,7 @@ from megagrpo.cluster.engines import ask_engine
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.train_ranks import Policy
-from megagrpo.cluster.waiting import settle, wait_for
+from megagrpo.cluster.waiting import Wait
 from megagrpo.errors import REPORT, EngineError, MegagrpoError, Problem, RankError, WeightSyncError
 from megagrpo.processes.ports import own_address
 from megagrpo.processes.store import LOOPBACK
@@ -82,13 +82,8 @@ class WeightSync:
         """Actors of the engines whose receiving ends are open."""
         with ExitStack() as undoing:
             undoing.callback(self.close)  # for the ranks that did connect
-            wait_for(
-                connecting,
-                doing="planning weight sync",
-                timeout_seconds=recipe.weights.timeout_seconds + GRACE_SECONDS,
-                error=WeightSyncError,
-                watch=policy.watch,
-            )
+            seconds = recipe.weights.timeout_seconds + GRACE_SECONDS
+            Wait("planning weight sync", seconds, WeightSyncError, policy.watch).for_all(connecting)
             undoing.pop_all()
         rollouts.bring_back, rollouts.say = self.bring_back, say
 
@@ -135,13 +130,8 @@ class WeightSync:
 
     def close(self) -> None:
         """Frees what the training ranks hold for the engines."""
-        settle(
-            {name: actor.disconnect.remote() for name, actor in self._policy.actors.items()},
-            doing="closing weight sync",
-            timeout_seconds=CLOSE_SECONDS,
-            error=RankError,
-            watch=None,
-        )
+        closing = {name: actor.disconnect.remote() for name, actor in self._policy.actors.items()}
+        Wait("closing weight sync", CLOSE_SECONDS, RankError, watch=None).settle(closing)
         remove_left_over(self._host.rendezvous.run)
         if self.transport is TransportName.DISK:
             remove_all(sync_directory(self._recipe))
@@ -240,9 +230,9 @@ class WeightSync:
         self, results: Mapping[str, ray.ObjectRef[Any]], doing: str, more_seconds: float = 0.0, **how: Any
     ) -> tuple[dict[str, Any], dict[str, MegagrpoError]]:
         """Returns results, and the errors of those that fail or do not answer in time, by name."""
-        seconds, how = self._recipe.weights.timeout_seconds + more_seconds, {"grace_seconds": GRACE_SECONDS, **how}
-        watch = self._policy.watch
-        return settle(results, doing=doing, timeout_seconds=seconds, error=EngineError, watch=watch, **how)
+        seconds = self._recipe.weights.timeout_seconds + more_seconds
+        wait = Wait(doing, seconds, EngineError, self._policy.watch)
+        return wait.settle(results, **{"grace_seconds": GRACE_SECONDS, **how})
 
     def _digest_problems(
         self,

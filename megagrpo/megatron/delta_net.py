@@ -22,10 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megagrpo.megatron.attention import AttentionPlan, Collect, PackedSequences, Spread
 from megagrpo.weights.families import parts
+from megagrpo.weights.families.parts.delta_net import CHUNK
 
 HAS_KERNELS = find_spec("fla") is not None
-CHUNK = 64
-"""Tokens that are mixed by matrices of this size; the state goes from chunk to chunk."""
 
 
 class DeltaNet(MegatronModule):

@@ -20,6 +20,8 @@ from megagrpo.algorithm.distillation import Divergence
 from megagrpo.megatron.attention import Collect
 from megagrpo.megatron.heads import (
     LOWEST,
+    Factors,
+    Head,
     VocabularyShard,
     add_labels,
     columns_at_once,
@@ -38,23 +40,6 @@ LEAST = 1e-30
 LOW = 2**32 - 1
 """The lower bits of an int64."""
 
-Factors = tuple[float, float | None]
-"""Scale and cap of logits, both divided by the temperature."""
-
-
-@dataclass(frozen=True)
-class HeadScale:
-    """Factors of a model's logits, made of products x with its output matrix: scale x, or cap tanh(scale x / cap), each
-    divided by the temperature."""
-
-    scale: float = 1.0
-    cap: float | None = None
-    temperature: float = 1.0
-
-    @property
-    def factors(self) -> Factors:
-        return self.scale / self.temperature, None if self.cap is None else self.cap / self.temperature
-
 
 @dataclass(frozen=True)
 class Compared:
@@ -71,15 +56,12 @@ def vocabulary_divergence(
     hidden: Tensor,
     positions: Tensor,
     labels: Tensor,
-    weight: Tensor,
+    student: Head,
     teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    shard: VocabularyShard,
+    teacher: Head,
     *,
     divergence: Divergence,
     beta: float,
-    student: HeadScale,
-    teacher: HeadScale,
     entropy: bool = False,
     chunk_columns: int | None = None,
 ) -> Compared:
@@ -89,20 +71,21 @@ def vocabulary_divergence(
     m = beta q + (1 - beta) p, 0 < beta < 1 (arXiv:2306.13649): for beta near 0 it is beta times the forward KL, near 1
     1 - beta times the reverse one.
     hidden: [tokens, hidden], equal on all tensor ranks; positions: int64 [n], distinct rows of it; labels: int64 [n];
-    weight: [rows of this rank, hidden]; teacher_hidden: [n, its hidden size], at these positions; teacher_weight: its
-    rows of the same ids. A model's two tensors are both float32 or both bfloat16. The result is equal on all tensor
-    ranks. Of equally likely ids the lowest is the most likely.
+    teacher_hidden: [n, its hidden size], at these positions. Both heads have the same ids. The result is equal on all
+    tensor ranks. Of equally likely ids the lowest is the most likely.
 
-    Gradients flow to `hidden` and `weight` as in `vocabulary_logprobs`, and not to the teacher: one product with each
-    output matrix serves all results. The forward pass gathers 10 numbers of each position from all tensor ranks, and 2
-    more for `jsd`, which gathers block by block. The backward pass computes the logits again, and moves nothing.
+    Gradients flow to `hidden` and the student's matrix as in `vocabulary_logprobs`, and not to the teacher: one product
+    with each output matrix serves all results. The forward pass gathers 10 numbers of each position from all tensor
+    ranks, and 2 more for `jsd`, which gathers block by block. The backward pass computes the logits again, and moves
+    nothing.
     """
     columns = chunk_columns or columns_at_once(len(positions), hidden.device, models=2)
-    tokens = max(1 if chunk_columns else LEAST_TOKENS, len(positions) * columns // max(1, len(weight)))
+    tokens = max(1 if chunk_columns else LEAST_TOKENS, len(positions) * columns // max(1, len(student.weight)))
     chosen: Tensor = Collect.apply(hidden, positions)
-    of_teacher = teacher_hidden.detach(), teacher_weight.detach()
-    options = shard, divergence, beta, (student.factors, teacher.factors), entropy, tokens, columns
-    return Compared(*_VocabularyDivergence.apply(chosen, weight, labels, *of_teacher, *options))
+    of_teacher = teacher_hidden.detach(), teacher.weight.detach()
+    factors = student.scale.factors, teacher.scale.factors
+    options = student.shard, divergence, beta, factors, entropy, tokens, columns
+    return Compared(*_VocabularyDivergence.apply(chosen, student.weight, labels, *of_teacher, *options))
 
 
 @dataclass(frozen=True)
@@ -118,21 +101,14 @@ class Top:
 
 @torch.no_grad()
 def top_logprobs(
-    hidden: Tensor,
-    labels: Tensor,
-    weight: Tensor,
-    shard: VocabularyShard,
-    k: int,
-    scale: HeadScale,
-    *,
-    entropy: bool = False,
-    chunk_columns: int | None = None,
+    hidden: Tensor, labels: Tensor, head: Head, k: int, *, entropy: bool = False, chunk_columns: int | None = None
 ) -> Top:
     """Finds the k most likely ids of each row, or all ids if there are fewer, and the labels' logprobs.
 
     hidden: [n, hidden]; labels: int64 [n]. Both are equal on all tensor ranks, which gather k + 3 numbers of each row.
     Of equally likely ids the lower comes first.
     """
+    weight, shard, factors = head.weight, head.shard, head.scale.factors
     columns, k = chunk_columns or columns_at_once(len(hidden), hidden.device), min(k, shard.vocab)
     best = torch.full((len(hidden), k), torch.iinfo(torch.int64).min, device=hidden.device)
     zeros, sums = hidden.new_zeros(len(hidden), dtype=torch.float32), compiled(exponential_sums, hidden.is_cuda)
@@ -140,7 +116,7 @@ def top_logprobs(
     of_parts = [torch.stack([lowest, zeros, zeros]).double()]  # a rank may have padding alone
     for part in vocabulary_parts(shard.real_rows(len(weight)), columns):
         logits, (in_part, column) = product(hidden, weight[part].t()), labels_in(part, labels[:, None] - shard.first)
-        logits = scaled(logits, *scale.factors, logits)
+        logits = scaled(logits, *factors, logits)
         of_label = logits.gather(1, column).where(in_part, 0.0)[:, 0]
         best = torch.cat([best, _top_keys(logits, shard.first + part.start, k)], 1).topk(k).values
         top, total, weighted = sums(logits, lowest, None, 1.0, None, entropy)

@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megagrpo.megatron.attention import Collect
+from megagrpo.weights.families.architecture import Architecture
 
 
 class OutputLayer(torch.nn.Module):
@@ -109,43 +110,68 @@ class VocabularyShard:
         return max(0, min(rows, self.vocab - self.first))
 
 
+Factors = tuple[float, float | None]
+"""Scale and cap of logits, both divided by the temperature."""
+
+
+@dataclass(frozen=True)
+class HeadScale:
+    """Factors of a model's logits, made of products x with its output matrix: scale x, or cap tanh(scale x / cap)
+    (arXiv:2408.00118, section 2), each divided by the temperature."""
+
+    scale: float = 1.0
+    cap: float | None = None
+    temperature: float = 1.0
+
+    @property
+    def factors(self) -> Factors:
+        return self.scale / self.temperature, None if self.cap is None else self.cap / self.temperature
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output matrix of a model on this rank, and what makes logits of its products."""
+
+    weight: Tensor  # [rows of this rank, hidden], float32 or bfloat16 as the hidden states
+    shard: VocabularyShard
+    scale: HeadScale
+
+
+def head_scale(architecture: Architecture, temperature: float) -> HeadScale:
+    """Makes the factors of a model's logits."""
+    return HeadScale(architecture.logit_scale, architecture.logit_cap, temperature)
+
+
 def vocabulary_logprobs(
     hidden: Tensor,
     positions: Tensor,
     labels: Tensor,
-    weight: Tensor,
-    shard: VocabularyShard,
+    head: Head,
     *,
-    temperature: float,
     entropy: bool,
-    scale: float = 1.0,
-    cap: float | None = None,
     kept_bits: Tensor | None = None,
     known: tuple[Tensor, Tensor, Tensor] | None = None,
     chunk_columns: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns log softmax(logits / temperature) at `labels`, and that softmax's entropy, at `positions` only.
 
-    Logits are x = scale hidden weight^T, or cap tanh(x / cap) (arXiv:2408.00118, section 2).
     hidden: [tokens, hidden], equal on all tensor ranks; positions: int64 [n], distinct rows of it; labels: int64 [n],
-    or [n, k] for several of each, in the whole vocabulary; weight: [rows of this rank, hidden], float32 or bfloat16 as
-    `hidden`. Returns float32 as `labels` and [n], equal on all tensor ranks; the second is zeros unless `entropy`. With
-    `kept_bits`, uint8 [n, bytes], both are over each token's own ids: bit i % 8 of byte i // 8 says whether id i is
-    kept, the last byte is for all behind. known: the results and the log of the sum of e^x of each token, if an earlier
-    pass has found them: then the forward pass multiplies nothing.
+    or [n, k] for several of each, in the whole vocabulary. Returns float32 as `labels` and [n], equal on all tensor
+    ranks; the second is zeros unless `entropy`. With `kept_bits`, uint8 [n, bytes], both are over each token's own ids:
+    bit i % 8 of byte i // 8 says whether id i is kept, the last byte is for all behind. known: the results and the log
+    of the sum of e^x of each token, if an earlier pass has found them: then the forward pass multiplies nothing.
 
-    Gradients flow from both to `hidden`, the part from this rank's rows (to be summed over tensor ranks), and to
-    `weight` unless it is frozen. Products multiply in the dtype of `weight` and give float32, but for the gradient of
-    `weight`; everything between them and all sums are in float32. The entropy's gradient is computed only if the loss
-    has one. The forward pass takes two all-reduces of [n], the backward pass none. Sums over the vocabulary follow
+    Gradients flow from both to `hidden`, the part from this rank's rows (to be summed over tensor ranks), and to the
+    matrix unless it is frozen. Products multiply in the dtype of the matrix and give float32, but for its gradient;
+    everything between them and all sums are in float32. The entropy's gradient is computed only if the loss has one.
+    The forward pass takes two all-reduces of [n], the backward pass none. Sums over the vocabulary follow
     arXiv:1805.02867.
     """
     columns = chunk_columns or columns_at_once(len(positions), hidden.device)
     chosen: Tensor = Collect.apply(hidden, positions)
-    cap = None if cap is None else cap / temperature
     several = labels if labels.dim() == 2 else labels[:, None]
     logprobs, entropies = _VocabularyLogprobs.apply(
-        chosen, weight, several, kept_bits, shard, scale / temperature, cap, entropy, columns, known
+        chosen, head.weight, several, kept_bits, head.shard, *head.scale.factors, entropy, columns, known
     )
     return logprobs.view(labels.shape), entropies
 

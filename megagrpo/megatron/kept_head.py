@@ -18,7 +18,7 @@ from torch import Tensor
 from megagrpo.batching.rank_batches import TrainSequence
 from megagrpo.errors import REPORT, Problem, RankError
 from megagrpo.megatron.attention import Collect
-from megagrpo.megatron.heads import CHUNK_ELEMENTS, VocabularyShard, scaled, vocabulary_logprobs
+from megagrpo.megatron.heads import CHUNK_ELEMENTS, Head, VocabularyShard, scaled, vocabulary_logprobs
 from megagrpo.types import GATHERED_IDS, KeptSets
 
 
@@ -75,13 +75,9 @@ def kept_logprobs(
     positions: Tensor,
     labels: Tensor,
     kept: KeptTokens | None,
-    weight: Tensor,
-    shard: VocabularyShard,
+    head: Head,
     *,
-    temperature: float,
     entropy: bool,
-    scale: float = 1.0,
-    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns what `vocabulary_logprobs` does, each token's softmax over its kept set alone. None: the vocabulary.
 
@@ -89,23 +85,22 @@ def kept_logprobs(
     few numbers more for each: at most GATHERED_IDS of a token. Its forward pass takes two all-reduces too. Raises
     RankError for an id that the vocabulary does not have.
     """
+    weight, shard = head.weight, head.shard
     if kept is not None and kept.largest >= shard.vocab:
         raise RankError(
             Problem("kept sets of a microbatch", f"the id {kept.largest}", f"ids below {shard.vocab}", REPORT)
         )
-    options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "scale": scale, "cap": cap}
     if kept is None or not len(kept.narrow):
         bits = None if kept is None or not len(kept.wide) else kept.bits
-        return vocabulary_logprobs(hidden, positions, labels, weight, shard, kept_bits=bits, **options)
+        return vocabulary_logprobs(hidden, positions, labels, head, kept_bits=bits, entropy=entropy)
     begin, end = np.searchsorted(kept.host_ids, [shard.first, shard.first + shard.real_rows(len(weight))])
     chosen: Tensor = Collect.apply(hidden, positions[kept.narrow])
     of, rows = kept.of[begin:end].long(), kept.ids[begin:end].long() - shard.first
     is_label = rows == (labels[kept.narrow] - shard.first)[of]
-    cap = None if cap is None else cap / temperature
-    parts = [_KeptLogprobs.apply(chosen, weight, of, rows, is_label, shard, scale / temperature, cap, entropy)]
+    parts = [_KeptLogprobs.apply(chosen, weight, of, rows, is_label, shard, *head.scale.factors, entropy)]
     if len(kept.wide):
-        of_wide = positions[kept.wide], labels[kept.wide], weight, shard
-        parts.append(vocabulary_logprobs(hidden, *of_wide, kept_bits=kept.bits, **options))
+        of_wide = positions[kept.wide], labels[kept.wide], head
+        parts.append(vocabulary_logprobs(hidden, *of_wide, kept_bits=kept.bits, entropy=entropy))
     logprobs, entropies = (torch.cat(values)[kept.order] for values in zip(*parts, strict=True))
     return logprobs, entropies
 

@@ -18,7 +18,7 @@ from megagrpo.checkpoint.store import SavedFile
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.megatron import process
 from megagrpo.megatron.batch import Batch, Minibatch, ResponseTokens, as_tensors, sum_over_ranks
-from megagrpo.megatron.heads import VocabularyShard, output_weight
+from megagrpo.megatron.heads import Head, VocabularyShard, head_scale, output_weight
 from megagrpo.megatron.kept_head import kept_logprobs
 from megagrpo.megatron.model import unwrapped
 from megagrpo.megatron.offload import Offload, Part
@@ -93,19 +93,14 @@ class ModelRank:
     ) -> tuple[Tensor, Tensor]:
         """Returns the response's logprobs and entropies (0 if unwanted): float32 [tokens]. output: the last stage's.
         sharpening: divides the temperature."""
+        head, where = self.head(self.temperature / sharpening), (response.positions, response.labels, response.kept)
+        return kept_logprobs(output, *where, head, entropy=entropy)
+
+    def head(self, temperature: float) -> Head:
+        """Returns the policy's output matrix. For ranks with logits."""
         architecture = self.policy.architecture
-        return kept_logprobs(
-            output,
-            response.positions,
-            response.labels,
-            response.kept,
-            output_weight(unwrapped(self.policy.chunks[-1])),
-            self.shard(architecture.vocab),
-            temperature=self.temperature / sharpening,
-            entropy=entropy,
-            scale=architecture.logit_scale,
-            cap=architecture.logit_cap,
-        )
+        weight = output_weight(unwrapped(self.policy.chunks[-1]))
+        return Head(weight, self.shard(architecture.vocab), head_scale(architecture, temperature))
 
     def shard(self, vocab: int) -> VocabularyShard:
         """Returns the rows of the policy's output matrix that this rank has, of ids below `vocab`."""
@@ -183,7 +178,7 @@ class ModelRank:
         written = {name: model.snapshot.write(directory, PLACES[name]) for name, model in self.models.items()}
         return tuple(file for file, _ in written.values()), {name: contents for name, (_, contents) in written.items()}
 
-    def finish_snapshot(self, directory: Path, of_ranks: Sequence[Mapping[str, Contents]]) -> tuple[SavedFile, ...]:
+    def finish_snapshot(self, directory: Path, *of_ranks: Mapping[str, Contents]) -> tuple[SavedFile, ...]:
         """Writes the lists of contents, when every rank has written; one rank does. Raises CheckpointError."""
         files: list[SavedFile] = []
         for name, model in self.models.items():

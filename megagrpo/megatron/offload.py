@@ -79,7 +79,7 @@ class Offload:
                 if total:
                     content = self._host[part].bytes[start : start + storage.nbytes()]
                     start += storage.nbytes()
-                    content.copy_(_bytes_of(storage), non_blocking=True)
+                    content.copy_(bytes_of(storage), non_blocking=True)
                 released.append((storage, storage.nbytes(), content))
             torch.cuda.synchronize()  # until the copies are made
             for storage in storages:
@@ -93,9 +93,9 @@ class Offload:
             for storage, size_bytes, content in self._released.pop(part, []):
                 storage.resize_(size_bytes)
                 if content is None:
-                    _bytes_of(storage).zero_()
+                    bytes_of(storage).zero_()
                 else:
-                    _bytes_of(storage).copy_(content, non_blocking=True)
+                    bytes_of(storage).copy_(content, non_blocking=True)
             torch.cuda.synchronize()
 
     def require(self, parts: Iterable[Part]) -> None:
@@ -136,5 +136,5 @@ class Offload:
                 yield from (state[name] for name in (MAIN, *MOMENTS) if name in state)
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -41,7 +41,7 @@ from megagrpo.megatron.served_weights import ServedWeights
 from megagrpo.megatron.teacher import RanksTeacher, Teachers
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.processes.store import StoreAddress
-from megagrpo.rank_results import CriticMetrics, StepMetrics, TokenFigures, TokenNumbers
+from megagrpo.rank_results import CriticMetrics, StepMetrics, TokenNumbers
 from megagrpo.recipe.defaults import replayed_routes, train_config
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
@@ -83,7 +83,7 @@ class TrainRank(ModelRank):
         """The policy's weights in passes that train it; None: its own."""
         if train.quantization is not None:
             self.served = ServedWeights(self.policy.chunks, self.policy.manifest(), self.policy.architecture)
-        self.teachers = Teachers(recipe, self.policy, self._own_routes)
+        self.teachers = Teachers(recipe, self)
         if recipe.keeps_reference:
             follows = algorithm.reference.update_every_steps is not None
             self.policy.keep_reference(algorithm.reference.share if follows else None)
@@ -131,7 +131,7 @@ class TrainRank(ModelRank):
 
     def compute_reference_logprobs(self) -> None:
         """Computes logprobs of the batch under the reference; they stay on this rank."""
-        with self.policy.reference_here() as reference, reference.in_place_of_policy(), self._own_routes():
+        with self.policy.reference_here() as reference, reference.in_place_of_policy(), self.by_own_routes():
             self.passes = replace(self.passes, reference_logprobs=self._compute_logprobs("reference")[0])
 
     def compute_teachers(self, batches: Mapping[str, Sequence[RankBatch] | None]) -> None:
@@ -139,7 +139,7 @@ class TrainRank(ModelRank):
 
         batches: of a teacher's own, for each data rank of its layout; None: it reads the policy's.
         """
-        self.teachers.read(batches, self.batch, self.shard, self.passes.reference_logprobs)
+        self.teachers.read(batches, self.batch, self.passes.reference_logprobs)
 
     def compare_own_routes(self) -> None:
         """Computes the mismatch of the batch with experts that the trainer's routers choose, for the next update's
@@ -150,7 +150,8 @@ class TrainRank(ModelRank):
             if self.has_logits:
                 self.own_routes = reduce_mismatch(self.batch, logprobs, 0, self.device)
 
-    def _own_routes(self) -> AbstractContextManager[None]:
+    def by_own_routes(self) -> AbstractContextManager[None]:
+        """Lets the policy's routers choose inside the block."""
         return nullcontext() if self.routes is None else self.routes.left_out()
 
     def token_kl(self) -> TokenNumbers | None:
@@ -231,9 +232,8 @@ class TrainRank(ModelRank):
 
         def loss(index: int, output: Tensor) -> Tensor:
             response, of_batch = minibatch.responses[index], minibatch.first + index
-            logprobs, entropy, divergence = self.teachers.compare(
-                output, response, of_batch, self.shard, self.logprobs, entropy=computes_entropy
-            )
+            found = self.teachers.compare(output, response, of_batch, entropy=computes_entropy)
+            logprobs, entropy, divergence = found
             update.before_update.setdefault(of_batch, logprobs.detach())
             if computes_entropy:
                 update.entropies.setdefault(of_batch, entropy.detach())
@@ -349,37 +349,25 @@ class TrainRank(ModelRank):
             raise RankError(Problem(f"logprobs of the {of} are not finite", given, "numbers", DIVERGED_FIX))
         return logprobs, tuple(values[:, 1] for values in found) if energy else None
 
-    def token_figures(self, rows: int) -> TokenFigures | None:
-        """Returns the update's figures for tokens of the step's first rows; None on ranks that others answer for."""
-        responses, seen, entropies = self.batch.responses, self.passes.before_update, self.passes.entropies
-        if not responses or self.where.tensor:
-            return None
-        if seen is None:
+    def token_figures(self, rows: int) -> list[TokenNumbers | None]:
+        """Returns, for tokens of the step's first rows, logprobs before the update, and entropies as it first saw them;
+        None on ranks that others answer for, and for entropies that were not computed."""
+        seen, entropies = self.passes.before_update, self.passes.entropies
+        if seen is None and self.has_logits:
             raise RankError(Problem("update was not called for this batch"))
-        of = torch.cat([response.rows for response in responses])
-        kept = of < rows
+        return [None if values is None else self.token_numbers(values, rows) for values in (seen, entropies)]
 
-        def chosen(values: Sequence[Tensor]) -> np.ndarray:
-            numbers: np.ndarray = torch.cat(tuple(values))[kept].cpu().numpy()
-            return numbers
-
-        return TokenFigures(
-            of[kept].int().cpu().numpy(),
-            chosen([response.index.int() for response in responses]),
-            chosen(seen),
-            None if entropies is None else chosen(entropies),
-        )
-
-    def token_numbers(self, values: TokenTensors) -> TokenNumbers | None:
-        """Returns `values` for the driver. Each token comes from one rank; ranks without tokens return None."""
+    def token_numbers(self, values: TokenTensors, rows: int | None = None) -> TokenNumbers | None:
+        """Returns `values` for the driver, of all rows of the step or of the first ones. Each token comes from one
+        rank; ranks without tokens return None."""
         responses = self.batch.responses
         if not responses or self.where.tensor:  # tensor ranks of one last stage all have the same values
             return None
-        return TokenNumbers(
-            rows=torch.cat([response.rows for response in responses]).cpu().numpy(),
-            index=torch.cat([response.index for response in responses]).cpu().numpy(),
-            values=torch.cat(values).float().cpu().numpy(),
-        )
+        of = torch.cat([response.rows for response in responses])
+        index = torch.cat([response.index for response in responses])
+        chosen = slice(None) if rows is None else of < rows
+        numbers = (tensor[chosen].cpu().numpy() for tensor in (of, index, torch.cat(values).float()))
+        return TokenNumbers(*numbers)
 
 
 def _computed(name: str, values: TokenTensors | None) -> TokenTensors:

@@ -4,9 +4,9 @@ policy from teachers."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,11 +24,11 @@ from megagrpo.errors import Problem, RankError
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.megatron.batch import Batch, ResponseTokens, TokenTensors, as_tensors
 from megagrpo.megatron.config import transformer_config
-from megagrpo.megatron.divergence_head import Compared, HeadScale, top_logprobs, vocabulary_divergence
-from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
+from megagrpo.megatron.divergence_head import Compared, top_logprobs, vocabulary_divergence
+from megagrpo.megatron.heads import Head, VocabularyShard, head_scale, output_weight, vocabulary_logprobs
 from megagrpo.megatron.kept_head import kept_logprobs
 from megagrpo.megatron.model import build_chunks, named_tensors, read_tokens, unwrapped
-from megagrpo.megatron.offload import HostMemory
+from megagrpo.megatron.offload import HostMemory, bytes_of
 from megagrpo.megatron.owners import keys_of, of_tokens_wanted, owners_of, to_owners
 from megagrpo.megatron.process import further_groups, in_groups
 from megagrpo.megatron.state import parameters_of
@@ -37,32 +37,16 @@ from megagrpo.recipe.defaults import dtype_name, frozen_config, recipe_for_teach
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.boxes import Box, Fill, Manifest, Placement, Storage
 from megagrpo.weights.families import read_architecture
-from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
+
+if TYPE_CHECKING:
+    from megagrpo.megatron.rank import TrainRank
 
 NOTHING = -80.0
 """A logprob that counts nothing in float32, with finite differences."""
 Figure = Literal["divergence", "agrees", "of_teacher"]
 """A figure of tokens, as in Compared."""
-ShardOf = Callable[[int], VocabularyShard]
-"""Makes the rows of the policy's output matrix that this rank has, of ids below a number."""
-LogprobsOf = Callable[..., tuple[Tensor, Tensor]]
-"""ModelRank.logprobs: of the policy at response tokens, with entropies."""
-
-
-@dataclass(frozen=True)
-class Head:
-    """The output matrix of a model on this rank: the rows [rows of this rank, hidden] of the ids that the policy's
-    shard has, and what makes logits of its products."""
-
-    weight: Tensor
-    scale: HeadScale
-
-
-def head_scale(architecture: Architecture, temperature: float) -> HeadScale:
-    """Makes the factors of a model's logits."""
-    return HeadScale(architecture.logit_scale, architecture.logit_cap, temperature)
 
 
 class RanksTeacher:
@@ -128,7 +112,7 @@ class RanksTeacher:
             return
         self._memory = HostMemory(sum(map(len, storages)), pinned=storages[0].device.type == "cuda")
         for storage, here in zip(storages, self._memory.bytes.split([*map(len, storages)]), strict=True):
-            here.copy_(_bytes_of(storage))
+            here.copy_(bytes_of(storage))
             self._away.append((storage, here))
             storage.resize_(0)
         torch.cuda.empty_cache()
@@ -138,7 +122,7 @@ class RanksTeacher:
         """Keeps all weights on the device inside the block."""
         for storage, content in self._away:
             storage.resize_(len(content))
-            _bytes_of(storage).copy_(content, non_blocking=True)
+            bytes_of(storage).copy_(content, non_blocking=True)
         yield
         if self._away:
             torch.cuda.synchronize()
@@ -156,25 +140,19 @@ class RanksTeacher:
         with self.here(), in_groups(self._groups):
             return read_tokens(self.chunks, batch, read)
 
-    def head(self, temperature: float) -> Head:
+    def head(self, shard: VocabularyShard, temperature: float) -> Head:
         """Returns its output matrix. Raises ValueError on ranks without logits."""
         if self._weight is None:
             raise ValueError("this rank has no logits")
-        return Head(self._weight, head_scale(self.architecture, temperature))
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return Head(self._weight, shard, head_scale(self.architecture, temperature))
 
 
 class Teachers:
     """All teachers of a rank, by their places among the recipe's; and what they say of the loaded batch."""
 
-    def __init__(
-        self, recipe: Recipe, policy: TrainedModel, own_routes: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        """Makes it without models. own_routes: lets the policy's routers choose, in the pass of the reference."""
-        self._recipe, self._policy, self._own_routes = recipe, policy, own_routes
+    def __init__(self, recipe: Recipe, rank: TrainRank) -> None:
+        """Makes it without models."""
+        self._recipe, self._rank, self._policy = recipe, rank, rank.policy
         self._temperature = recipe.rollout.temperature
         self._numbers = {name: number for number, name in enumerate(recipe.teachers)}
         self._models: dict[int, RanksTeacher] = {}
@@ -198,11 +176,7 @@ class Teachers:
 
     @torch.no_grad()
     def read(
-        self,
-        batches: Mapping[str, Sequence[RankBatch] | None],
-        batch: Batch,
-        shard: ShardOf,
-        of_reference: TokenTensors | None,
+        self, batches: Mapping[str, Sequence[RankBatch] | None], batch: Batch, of_reference: TokenTensors | None
     ) -> None:
         """Runs these teachers' passes over the policy's batch, or over their own. They find logprobs of its tokens, or
         for an objective in the loss the hidden states before them. of_reference: the reference's logprobs of the
@@ -216,10 +190,9 @@ class Teachers:
             def read(output: Tensor, response: ResponseTokens, number: int = number) -> Tensor:
                 if self._objective.in_loss:
                     return output[response.positions]
-                head, of = self._head(number, self._temperature), shard(self._vocab(number))
-                kept = response.kept and replace(response.kept, largest=min(response.kept.largest, of.vocab - 1))
-                where, options = (response.positions, response.labels, kept), vars(head.scale) | {"entropy": False}
-                return kept_logprobs(output, *where, head.weight, of, **options)[0]
+                head, kept = self._head(number, self._temperature), response.kept
+                kept = kept and replace(kept, largest=min(kept.largest, head.shard.vocab - 1))
+                return kept_logprobs(output, response.positions, response.labels, kept, head, entropy=False)[0]
 
             its = [_is_of(response, number) for response in batch.responses]
             if apart is not None:
@@ -245,16 +218,10 @@ class Teachers:
         """The reference's rows of the output matrix, on the device if losses read it."""
 
     def compare(
-        self,
-        output: Tensor,
-        response: ResponseTokens,
-        of_batch: int,
-        shard: ShardOf,
-        logprobs: LogprobsOf,
-        entropy: bool,
+        self, output: Tensor, response: ResponseTokens, of_batch: int, *, entropy: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns what `logprobs` does, and the divergence from the tokens' teachers, float32 [tokens], 0 for tokens
-        without; None if the loss has none.
+        """Returns what ModelRank.logprobs does, and the divergence from the tokens' teachers, float32 [tokens], 0 for
+        tokens without; None if the loss has none.
 
         One product with the output matrix serves all, unless sampling was from kept sets, the objective has another
         temperature, or a teacher fewer ids than the policy. Where teachers alone teach, logprobs have no gradient. A
@@ -262,6 +229,7 @@ class Teachers:
         of_batch: the microbatch's index in the batch.
         """
         distillation, vocab = self._recipe.algorithm.distillation, self._policy.architecture.vocab
+        logprobs = self._rank.logprobs
         if distillation is None or not distillation.objective.in_loss:
             return *logprobs(output, response, entropy=entropy), None
         objective, parts = distillation.objective, list[tuple[Tensor, Compared]]()
@@ -269,11 +237,11 @@ class Teachers:
         shared, policy = response.kept is None and temperature == self._temperature, self._head(None, temperature)
         shared = shared and all(self._vocab(number) == vocab for number in self._hidden)
         for number, hidden in self._hidden.items():
-            at, of = _is_of(response, number).nonzero()[:, 0], shard(self._vocab(number))
+            at = _is_of(response, number).nonzero()[:, 0]
             given = response.positions[at], response.labels[at], policy, self._head(number, temperature)
-            parts.append((at, compared(objective, output, *given, hidden[of_batch], of, entropy and shared)))
+            parts.append((at, compared(objective, output, *given, hidden[of_batch], entropy and shared)))
         if isinstance(objective, TeacherTopKConfig) and len(self._recipe.teachers_on_ranks) < len(self._numbers):
-            parts.append(_compared_with_asked(objective, output, response, policy, shard(vocab), entropy and shared))
+            parts.append(_compared_with_asked(objective, output, response, policy, entropy and shared))
         divergence = output.new_zeros(len(response.rows), dtype=torch.float32)
         seen = {figure: torch.full_like(divergence, torch.nan) for figure in get_args(Figure)}
         others = torch.ones_like(divergence, dtype=torch.bool)
@@ -309,7 +277,7 @@ class Teachers:
                 own = output_weight(unwrapped(self._policy.chunks[-1]))
                 weight, goes = reference.of(own), "reference" in self._recipe.train.offload
                 self._reference_weight = weight.clone() if goes and weight is not own else weight
-            with reference.in_place_of_policy(), self._own_routes():
+            with reference.in_place_of_policy(), self._rank.by_own_routes():
                 return self._policy.read_tokens(batch, read)
 
     def _pass_apart(
@@ -353,13 +321,11 @@ class Teachers:
         return vocab if teacher is None else min(vocab, teacher.architecture.vocab)
 
     def _head(self, number: int | None, temperature: float) -> Head:
-        """Returns the output matrix of a teacher, None: of the policy."""
+        """Returns the output matrix of a teacher, of ids that the policy has as well; None: of the policy."""
         if number in self._models:
-            return self._models[number].head(temperature)
-        weight = None if number is None else self._reference_weight
-        if weight is None:
-            weight = output_weight(unwrapped(self._policy.chunks[-1]))
-        return Head(weight, head_scale(self._policy.architecture, temperature))
+            return self._models[number].head(self._rank.shard(self._vocab(number)), temperature)
+        head, weight = self._rank.head(temperature), self._reference_weight
+        return head if number is None or weight is None else replace(head, weight=weight)
 
 
 def _require_finite(name: str, response: ResponseTokens, of_teacher: Tensor, values: Tensor) -> None:
@@ -389,43 +355,30 @@ def compared(
     policy: Head,
     teacher: Head,
     teacher_hidden: Tensor,
-    shard: VocabularyShard,
     entropy: bool,
 ) -> Compared:
     """Compares the policy with a teacher on the ranks. With the top k, agreement is among these ids.
 
     hidden: [tokens, hidden] of the policy; positions: int64 [n], rows of it; labels: int64 [n]; teacher_hidden:
-    [n, the teacher's hidden]; shard: of the ids that both have.
+    [n, the teacher's hidden].
     """
-    where = hidden, positions, labels
+    where, policy = (hidden, positions, labels), replace(policy, shard=teacher.shard)
     match objective:
         case FullVocabularyConfig():
-            return vocabulary_divergence(
-                *where,
-                policy.weight,
-                teacher_hidden,
-                teacher.weight,
-                shard,
-                divergence=objective.divergence,
-                beta=objective.beta,
-                student=policy.scale,
-                teacher=teacher.scale,
-                entropy=entropy,
-            )
+            heads, how = (policy, teacher_hidden, teacher), objective.divergence
+            return vocabulary_divergence(*where, *heads, divergence=how, beta=objective.beta, entropy=entropy)
         case StudentTopKConfig():
-            of_policy = hidden[positions], labels, policy.weight, shard, objective.k, policy.scale
-            top = top_logprobs(*of_policy, entropy=entropy)
+            top = top_logprobs(hidden[positions], labels, policy, objective.k, entropy=entropy)
             asked = torch.cat([labels[:, None], top.ids], 1)
             everywhere = torch.arange(len(labels), device=labels.device)
-            options = vars(teacher.scale) | {"entropy": False}
             with torch.no_grad():
-                of_teacher, _ = vocabulary_logprobs(teacher_hidden, everywhere, asked, teacher.weight, shard, **options)
+                of_teacher, _ = vocabulary_logprobs(teacher_hidden, everywhere, asked, teacher, entropy=False)
             known = torch.cat([top.of_labels[:, None], top.logprobs], 1), top.entropies, top.normalizer
-            found = _compared_at(objective, *where, policy, top.ids, of_teacher[:, 1:], shard, entropy, known)
+            found = _compared_at(objective, *where, policy, top.ids, of_teacher[:, 1:], entropy, known)
             return replace(found, of_teacher=of_teacher[:, 0], agrees=of_teacher[:, 1:].argmax(1) == 0)
         case TeacherTopKConfig():
-            top = top_logprobs(teacher_hidden, labels, teacher.weight, shard, objective.k, teacher.scale)
-            found = _compared_at(objective, *where, policy, top.ids, top.logprobs, shard, entropy)
+            top = top_logprobs(teacher_hidden, labels, teacher, objective.k)
+            found = _compared_at(objective, *where, policy, top.ids, top.logprobs, entropy)
             return replace(found, of_teacher=top.of_labels)
         case SampledTokenConfig():
             raise ValueError("sampled_token is a part of the advantages, not of the loss")
@@ -436,7 +389,6 @@ def _compared_with_asked(
     hidden: Tensor,
     response: ResponseTokens,
     policy: Head,
-    shard: VocabularyShard,
     entropy: bool,
 ) -> tuple[Tensor, Compared]:
     """Returns the places of the response tokens whose teachers were asked, int64 [n], and what `compared` does for
@@ -448,7 +400,7 @@ def _compared_with_asked(
         at = taught.logprobs[:, 0].isfinite().nonzero()[:, 0]
         ids, logprobs = taught.ids[at], taught.logprobs[at]
     where = hidden, response.positions[at], response.labels[at]
-    return at, _compared_at(objective, *where, policy, ids, logprobs, shard, entropy)
+    return at, _compared_at(objective, *where, policy, ids, logprobs, entropy)
 
 
 def _compared_at(
@@ -459,15 +411,14 @@ def _compared_at(
     policy: Head,
     ids: Tensor,
     of_teacher: Tensor,
-    shard: VocabularyShard,
     entropy: bool,
     known: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Compared:
     """Compares the policy with a teacher's logprobs at ids, int64 and float32 [n, k]. known: of the labels and the ids,
     as in `vocabulary_logprobs`. Ids that the policy does not have are among all others."""
-    common = ids < shard.vocab
-    asked, options = torch.cat([labels[:, None], ids.where(common, 0)], 1), vars(policy.scale) | {"entropy": entropy}
-    found, entropies = vocabulary_logprobs(hidden, positions, asked, policy.weight, shard, known=known, **options)
+    common = ids < policy.shard.vocab
+    asked = torch.cat([labels[:, None], ids.where(common, 0)], 1)
+    found, entropies = vocabulary_logprobs(hidden, positions, asked, policy, entropy=entropy, known=known)
     own, of_teacher = (logprobs.where(common, NOTHING) for logprobs in (found[:, 1:], of_teacher))
     divergence = divergence_of_top(own, of_teacher, objective.divergence, objective.beta)
     unknown = torch.full_like(divergence, torch.nan).detach()

@@ -22,19 +22,10 @@ from torch import Tensor
 
 from megagrpo.errors import DIVERGED_FIX, Problem, RankError
 from megagrpo.layout.parallel import RankCoordinates
-from megagrpo.megatron import state
+from megagrpo.megatron import model, state
 from megagrpo.megatron.batch import Batch, Packed, ResponseTokens, TokenTensors
 from megagrpo.megatron.config import transformer_config
 from megagrpo.megatron.lora import Adapters
-from megagrpo.megatron.model import (
-    Loss,
-    build_chunks,
-    forward_backward,
-    named_tensors,
-    other_weights,
-    read_tokens,
-    sum_gradients,
-)
 from megagrpo.megatron.offload import Offload
 from megagrpo.megatron.snapshot import Snapshot
 from megagrpo.megatron.state import TrainingState, parameters_of
@@ -74,10 +65,10 @@ class TrainedModel:
         self._settings, self._overlap, self._offloaded = train.optimizer, train.overlap, train.offload
         config = transformer_config(architecture, train, dtype, device)
         self._side = TE_SPEC if config.transformer_impl == "transformer_engine" else LOCAL_SPEC
-        models = build_chunks(architecture, config, self.layout)
-        load_files(directory, self.manifest(), named_tensors(models), architecture)
+        models = model.build_chunks(architecture, config, self.layout)
+        load_files(directory, self.manifest(), model.named_tensors(models), architecture)
         self.adapters = Adapters(models, architecture, self.manifest(), adapters, seed) if adapters else None
-        sum_gradients(config)
+        model.sum_gradients(config)
         self.chunks = wrap_chunks(models, config, train)
         self.optimizer = make_optimizer(self.chunks, train, dtype)
         self._skipped_in_a_row = 0
@@ -96,13 +87,13 @@ class TrainedModel:
     def tensors(self) -> dict[str, Tensor]:
         """Returns the storages of `manifest`: the weights themselves; merged copies where there are adapters."""
         self.offload.require(["parameters"])
-        weights = named_tensors(self.chunks)
+        weights = model.named_tensors(self.chunks)
         return self.adapters.merged(weights) if self.adapters else weights
 
     def broken(self) -> dict[str, str]:
         """Returns a description of each weight or adapter that is not finite, by its name in checkpoints."""
         self.offload.require(["parameters"])
-        broken = broken_weights(self.manifest, named_tensors(self.chunks))
+        broken = broken_weights(self.manifest, model.named_tensors(self.chunks))
         if adapters := self.adapters:
             broken |= broken_weights(lambda: adapters.manifest, adapters.tensors())
         return broken
@@ -117,7 +108,7 @@ class TrainedModel:
     def read_tokens(self, batch: Batch, read: Callable[[Tensor, ResponseTokens], Tensor]) -> TokenTensors:
         """Runs a pass over the batch without gradients, as model.read_tokens."""
         self.offload.require(["parameters"])
-        return read_tokens(self.chunks, batch, read)
+        return model.read_tokens(self.chunks, batch, read)
 
     def zero_gradients(self) -> None:
         self.offload.require(["parameters", "gradients", "optimizer"])
@@ -125,7 +116,7 @@ class TrainedModel:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def compute_gradients(self, microbatches: Sequence[Packed], loss: Loss) -> None:
+    def compute_gradients(self, microbatches: Sequence[Packed], loss: model.Loss) -> None:
         """Computes gradients of the sum of the microbatches' losses in the chunks' buffers, over all ranks, unclipped.
 
         A loss that is not finite makes all of them NaN, also where its own gradient is a number.
@@ -136,7 +127,7 @@ class TrainedModel:
             return value * (value.detach() * 0 + 1)  # exactly 1 for every number: no wait for the device
 
         self.zero_gradients()
-        forward_backward(self.chunks, microbatches, finite_or_nan)
+        model.forward_backward(self.chunks, microbatches, finite_or_nan)
 
     def optimizer_step(self, lr: float, *, more: bool = False) -> float:
         """Clips the gradients in the chunks' buffers, steps, and returns their global norm before clipping.
@@ -228,7 +219,7 @@ class Reference:
 
     def in_place_of_policy(self) -> AbstractContextManager[None]:
         """Puts the reference's weights into the policy's chunks inside the block."""
-        return other_weights(self._parameters.values(), self.weights)
+        return model.other_weights(self._parameters.values(), self.weights)
 
     def of(self, parameter: Tensor) -> Tensor:
         """Returns the reference's weight in the place of a parameter of the policy, which is itself if not trained."""

@@ -132,28 +132,23 @@ class Located:
         placements: dict[str, list[Placement]] = defaultdict(list)
         for placement in manifest.placements:
             placements[placement.box.tensor].append(placement)
-        self._by_tensor = {
-            tensor: sorted(of_tensor, key=lambda placement: placement.box.start)
-            for tensor, of_tensor in placements.items()
-        }
-        self._starts = {
-            tensor: [placement.box.start for placement in of_tensor] for tensor, of_tensor in self._by_tensor.items()
-        }
+        self._by_tensor = {tensor: sorted(of_tensor, key=_start_of) for tensor, of_tensor in placements.items()}
 
     def around(self, box: Box, dtype: str | None = None) -> list[Placement]:
         """Returns the placements that contain all of a box, in storages of `dtype`; None: of any. Their order depends
         on the manifest alone."""
         placements = self._by_tensor.get(box.tensor, [])
-        upto = bisect_right(self._starts.get(box.tensor, []), box.start)
-        return [
-            whole
-            for whole in placements[:upto]
-            if _contains(whole.box, box) and dtype in (None, self._storages[whole.storage].dtype)
-        ]
+        before = placements[: bisect_right(placements, box.start, key=_start_of)]
+        of_dtype = (its for its in before if dtype in (None, self._storages[its.storage].dtype))
+        return [whole for whole in of_dtype if _contains(whole.box, box)]
 
     def whole_of(self, part: Placement) -> Placement | None:
         """Returns the placement around `part`: the same storage, the same offset between local and box; or None."""
         return next((whole for whole in self.around(part.box) if whole.part(part.box) == part), None)
+
+
+def _start_of(placement: Placement) -> tuple[int, ...]:
+    return placement.box.start
 
 
 def _contains(box: Box, part: Box) -> bool:

@@ -26,14 +26,11 @@ class ListedTransfers:
         self, source: int | None = None, destination: int | None = None, via: int | None = None
     ) -> tuple[Transfer, ...]:
         """Returns the transfers with these ends; None: any."""
-        chosen: Iterable[Transfer] = self._all
-        if source is not None:
-            chosen = (its for its in chosen if its.source == source)
-        if destination is not None:
-            chosen = (its for its in chosen if its.destination == destination)
-        if via is not None:
-            chosen = (its for its in chosen if its.via == via)
-        return tuple(chosen)
+        return tuple(
+            its
+            for its in self._all
+            if source in (None, its.source) and destination in (None, its.destination) and via in (None, its.via)
+        )
 
 
 @dataclass(frozen=True, eq=False)

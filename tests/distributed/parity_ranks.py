@@ -16,7 +16,7 @@ from megagrpo.batching.rank_batches import Microbatch, TrainSequence
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.megatron import model, process
 from megagrpo.megatron.batch import Packed, pack
-from megagrpo.megatron.heads import VocabularyShard, output_weight, scaled, vocabulary_logprobs
+from megagrpo.megatron.heads import Head, VocabularyShard, head_scale, output_weight, scaled, vocabulary_logprobs
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.recipe.schema import LayoutConfig, TrainConfig
 from megagrpo.weights.families import read_architecture
@@ -120,17 +120,9 @@ def response_logprobs(
     group = parallel_state.get_tensor_model_parallel_group() if layout.tensor > 1 else None
     first = columns * rank_grid(layout)[dist.get_rank()].tensor
     (response,) = packed.responses
-    return vocabulary_logprobs(
-        hidden,
-        response.positions,
-        response.labels,
-        output_weight(model.unwrapped(chunks[-1])),
-        VocabularyShard(arch.vocab, first, group),
-        temperature=1.0,
-        entropy=entropy,
-        scale=arch.logit_scale,
-        cap=arch.logit_cap,
-    )
+    weight, shard = output_weight(model.unwrapped(chunks[-1])), VocabularyShard(arch.vocab, first, group)
+    head = Head(weight, shard, head_scale(arch, 1.0))
+    return vocabulary_logprobs(hidden, response.positions, response.labels, head, entropy=entropy)
 
 
 def rank_microbatches(layout: ParallelLayout, microbatches: list[list[list[int]]]) -> list[Packed]:

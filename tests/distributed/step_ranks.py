@@ -229,7 +229,7 @@ def write(rank: ModelRank, directory: Path) -> tuple[SavedFile, ...]:
     files, contents = rank.write_snapshot(directory)
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, contents)
-    return files + (rank.finish_snapshot(directory, gathered) if dist.get_rank() == 0 else ())
+    return files + (rank.finish_snapshot(directory, *gathered) if dist.get_rank() == 0 else ())
 
 
 def export(rank: ModelRank, begin: Callable[[], Export], adapters: bool = False) -> None:

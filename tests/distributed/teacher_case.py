@@ -81,7 +81,7 @@ def rank_with(rank: TrainRank, recipe: Recipe, teacher: Path) -> TrainRank:
     """The rank with another objective; it builds the teacher once."""
     models = rank.teachers._models
     rank.recipe = recipe
-    rank.teachers = Teachers(recipe, rank.policy, rank._own_routes)
+    rank.teachers = Teachers(recipe, rank)
     rank.teachers._models = models
     if not models:
         rank.add_teacher("on_ranks", str(teacher))

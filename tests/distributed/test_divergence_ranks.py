@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.megatron.divergence_head import HeadScale, top_logprobs
-from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
+from megagrpo.megatron.divergence_head import top_logprobs
+from megagrpo.megatron.heads import Head, HeadScale, VocabularyShard, vocabulary_logprobs
 from tests.rank_group import run_ranks
 from tests.unit.test_divergence_head import DIVERGENCES, PLAIN, Case, errors, log_softmax, part_of
 
@@ -44,10 +44,9 @@ def tops_and_picks(vocab: int, k: int, scale: HeadScale) -> Any:
     ids, weights = torch.randint(0, vocab, (8, k), generator=random), torch.randn(8, k, generator=random)
     rows = -(-vocab // dist.get_world_size())
     shard = VocabularyShard(vocab, rows * dist.get_rank(), dist.group.WORLD)
-    own = part_of(matrix, shard.first, rows)
-    top = top_logprobs(hidden, ids[:, 0], own, shard, k, scale, entropy=True, chunk_columns=7)
-    where, options = (torch.arange(8), ids, own, shard), vars(scale) | {"entropy": False}
-    picked, _ = vocabulary_logprobs(hidden.requires_grad_(), *where, **options)
+    head = Head(part_of(matrix, shard.first, rows), shard, scale)
+    top = top_logprobs(hidden, ids[:, 0], head, k, entropy=True, chunk_columns=7)
+    picked, _ = vocabulary_logprobs(hidden.requires_grad_(), torch.arange(8), ids, head, entropy=False)
     (gradient,) = torch.autograd.grad((picked * weights).sum(), hidden)
     dist.all_reduce(gradient)
     return top.ids, top.logprobs, top.of_labels, top.entropies, picked.detach(), gradient

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import process
 from megagrpo.megatron.config import option_problems
-from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
+from megagrpo.megatron.heads import Head, HeadScale, VocabularyShard, vocabulary_logprobs
 from tests.distributed.conftest import Tiny
 from tests.distributed.parity_ranks import load_model, logits_of, rank_microbatches
 from tests.rank_group import run_ranks
@@ -80,7 +80,8 @@ def cross_entropy_errors() -> dict[str, float]:
     def ours(logits: torch.Tensor) -> torch.Tensor:
         shard = VocabularyShard(vocab=VOCAB, first=0, group=None)
         identity = torch.eye(VOCAB)  # an output matrix that makes logits of themselves
-        return vocabulary_logprobs(logits, torch.arange(64), labels, identity, shard, temperature=1.0, entropy=False)[0]
+        head = Head(identity, shard, HeadScale())
+        return vocabulary_logprobs(logits, torch.arange(64), labels, head, entropy=False)[0]
 
     exact, _ = gradient(lambda logits: logits.double().log_softmax(-1).gather(1, labels[:, None]))
     _, changed_by_megatron = gradient(lambda logits: -vocab_parallel_cross_entropy(logits[:, None], labels[:, None]))

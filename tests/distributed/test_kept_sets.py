@@ -13,7 +13,7 @@ from megagrpo.batching.rank_batches import Microbatch, TrainSequence
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import heads, kept_head
 from megagrpo.megatron.batch import pack
-from megagrpo.megatron.heads import VocabularyShard
+from megagrpo.megatron.heads import Head, HeadScale, VocabularyShard
 from megagrpo.megatron.kept_head import kept_logprobs, kept_tokens
 from megagrpo.types import KeptSets
 from tests.distributed import step_case
@@ -90,7 +90,7 @@ def compare(gathered, which, scale, cap, dtype=torch.float32):
     hidden.requires_grad_()
     local.requires_grad_("frozen" not in which)
     logprobs, entropies = kept_logprobs(
-        hidden, positions, labels, kept, local, shard, temperature=0.8, entropy="entropy" in which, scale=scale, cap=cap
+        hidden, positions, labels, kept, Head(local, shard, HeadScale(scale, cap, 0.8)), entropy="entropy" in which
     )
     loss = (logprobs * of_logprobs).sum() * ("logprob" in which)
     loss = loss + (entropies * of_entropies).sum() if "entropy" in which else loss
@@ -191,7 +191,7 @@ def test_no_tensor_is_near_a_quarter_of_the_logits(monkeypatch):
         labels, shard = torch.zeros(tokens, dtype=torch.long), VocabularyShard(vocab, 0, None)
         with Sizes():
             logprobs, _ = kept_logprobs(
-                states, torch.arange(tokens), labels, kept, weight, shard, temperature=1.0, entropy=True
+                states, torch.arange(tokens), labels, kept, Head(weight, shard, HeadScale()), entropy=True
             )
             logprobs.sum().backward()
         assert Sizes.largest < 0.25 * 4 * tokens * vocab

@@ -105,9 +105,11 @@ def test_every_layout_finds_what_transformers_finds(step, name, algorithm):
     answers, figures = zip(*on_ranks(mismatch, recipe, step.case, algorithm is SEVERAL), strict=True)
     found = the_one(answers)
 
-    kept = {(row, at): value for f in figures if f for row, at, value in zip(f.rows, f.index, f.logprobs, strict=True)}
-    assert sum(len(f.rows) for f in figures if f) == len(kept), "each token comes from one rank"
-    assert all((f.entropies > 0).all() for f in figures if f)
+    logprobs, entropies = ([its for its in of_ranks if its] for of_ranks in zip(*figures, strict=True))
+    kept = {tuple(at): value for its in logprobs for *at, value in zip(its.rows, its.index, its.values, strict=True)}
+    assert sum(len(its.rows) for its in logprobs) == len(kept), "each token comes from one rank"
+    assert len(entropies) == len(logprobs)
+    assert all((its.values > 0).all() for its in entropies)
     of_rows = [row for row in range(KEPT) if row // SAMPLES != SKIPPED]
     rollout = np.concatenate([step.groups[row // SAMPLES].samples[row % SAMPLES].logprobs for row in of_rows])
     train = np.array([kept[row, at] for row in of_rows for at in range(RESPONSES[row])])

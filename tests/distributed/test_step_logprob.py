@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
+from megagrpo.megatron.heads import Head, HeadScale, VocabularyShard, vocabulary_logprobs
 from tests.rank_group import run_ranks
 
 TOKENS, HIDDEN = 23, 16
@@ -55,8 +55,8 @@ def compare(vocab, temperature, chunk_columns, dtype, which, scale=1.0, cap=None
     hidden.requires_grad_()
     local.requires_grad_("frozen" not in which)
     logprobs, entropies = vocabulary_logprobs(
-        hidden, positions, labels, local, shard,
-        temperature=temperature, entropy="entropy" in which, scale=scale, cap=cap, chunk_columns=chunk_columns,
+        hidden, positions, labels, Head(local, shard, HeadScale(scale, cap, temperature)),
+        entropy="entropy" in which, chunk_columns=chunk_columns,
     )  # fmt: skip
     loss = (logprobs * logprob_weight).sum() if "logprob" in which else logprobs.new_zeros(())
     if "entropy" in which:
@@ -118,9 +118,8 @@ def no_responses():
     shard, rows = shard_of(8)
     local, _ = shard_rows(weight, shard, rows)
     nowhere = torch.empty(0, dtype=torch.int64)
-    outputs = vocabulary_logprobs(
-        hidden.requires_grad_(), nowhere, nowhere, local.requires_grad_(), shard, temperature=1.0, entropy=True
-    )
+    head = Head(local.requires_grad_(), shard, HeadScale())
+    outputs = vocabulary_logprobs(hidden.requires_grad_(), nowhere, nowhere, head, entropy=True)
     sum(output.sum() for output in outputs).backward()
     return [tuple(output.shape) for output in outputs], hidden.grad.any().item(), local.grad.any().item()
 
@@ -146,8 +145,8 @@ def largest_allocation(tokens, columns, chunk_columns):
     weight = torch.randn(columns, 2, dtype=torch.bfloat16, requires_grad=True)
     with Sizes():
         logprobs, entropies = vocabulary_logprobs(
-            hidden, torch.arange(tokens), torch.zeros(tokens, dtype=torch.long), weight,
-            VocabularyShard(columns, 0, None), temperature=1.0, entropy=True, chunk_columns=chunk_columns,
+            hidden, torch.arange(tokens), torch.zeros(tokens, dtype=torch.long),
+            Head(weight, VocabularyShard(columns, 0, None), HeadScale()), entropy=True, chunk_columns=chunk_columns,
         )  # fmt: skip
         (logprobs.sum() + entropies.sum()).backward()
     return Sizes.largest

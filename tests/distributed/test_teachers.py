@@ -17,11 +17,10 @@ from megagrpo.batching.rank_batches import IDLE, RankBatch, TrainSequence
 from megagrpo.batching.work import TOKENS
 from megagrpo.errors import RankError
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.megatron.divergence_head import HeadScale
-from megagrpo.megatron.heads import VocabularyShard
+from megagrpo.megatron.heads import Head, HeadScale, VocabularyShard
 from megagrpo.megatron.metrics import reduce_mismatch
 from megagrpo.megatron.rank import TrainRank
-from megagrpo.megatron.teacher import Head, Teachers, _compared_at
+from megagrpo.megatron.teacher import Teachers, _compared_at
 from megagrpo.recipe.schema import Recipe
 from megagrpo.trainer.step_metrics import update_metrics
 from megagrpo.trainer.taught import batches_of_teachers
@@ -229,7 +228,7 @@ def beside_the_start(
     rank.update(advantages, LR, 0.0, step=1)
     found = {}
     for name, recipe in recipes.items():
-        rank.recipe, rank.teachers = recipe, Teachers(recipe, rank.policy, rank._own_routes)
+        rank.recipe, rank.teachers = recipe, Teachers(recipe, rank)
         if name == "on the ranks":
             rank.add_teacher("start", str(directory))
         rank.load_batch(batch)
@@ -318,14 +317,14 @@ def test_ids_that_the_policy_lacks_are_among_all_others():
     random = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(5, 8, generator=random).requires_grad_(), torch.randn(13, 8, generator=random)
     log_q = torch.log_softmax(torch.randn(5, 16, generator=random), -1)
-    policy, shard = Head(weight, HeadScale()), VocabularyShard(13, 0, None)
+    policy = Head(weight, VocabularyShard(13, 0, None), HeadScale())
     ids = torch.tensor([[3, 14, 7, 15]] * 5)
     labels, positions = torch.arange(5), torch.arange(5)
     for divergence in ("reverse_kl", "forward_kl", "jsd"):
         objective = TeacherTopKConfig(k=4, divergence=divergence)
         gradients = []
         for asked in (ids, ids[:, [0, 2]]):
-            given = hidden, positions, labels, policy, asked, log_q.gather(1, asked), shard
+            given = hidden, positions, labels, policy, asked, log_q.gather(1, asked)
             found = _compared_at(objective, *given, entropy=False)
             gradients.append(torch.autograd.grad(found.divergence.sum(), hidden)[0])
             assert found.divergence.isfinite().all()

@@ -14,7 +14,7 @@ from megagrpo.algorithm.advantage_method import AdvantageInputs
 from megagrpo.algorithm.advantages import AdvantageConfig
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
 from megagrpo.algorithm.token_advantages import token_energy
-from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
+from megagrpo.megatron.heads import Head, HeadScale, VocabularyShard, vocabulary_logprobs
 from tests.methods import advantage, names
 
 NAN = np.nan
@@ -287,8 +287,8 @@ def test_the_energy_of_a_token_is_the_squared_gradient_of_its_logprob_for_the_lo
     shard = VocabularyShard(53, 0, None)
     logprobs, sharpened = (
         vocabulary_logprobs(
-            hidden, torch.arange(9), labels, matrix, shard, temperature=each, entropy=False, scale=scale, cap=cap
+            hidden, torch.arange(9), labels, Head(matrix, shard, HeadScale(scale, cap, temperature)), entropy=False
         )[0]
-        for each in (0.7, 0.35)
+        for temperature in (0.7, 0.35)
     )
     torch.testing.assert_close(token_energy(logprobs, sharpened).double(), gradient.square().sum(1), rtol=0, atol=3e-6)

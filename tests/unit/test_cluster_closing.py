@@ -11,6 +11,7 @@ import ray
 from megagrpo.cluster import weight_sync
 from megagrpo.cluster.engines import CLOSE_SECONDS, EngineActors
 from megagrpo.cluster.train_ranks import TrainRanks
+from megagrpo.cluster.waiting import Wait
 from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.errors import WeightSyncError
 from megagrpo.recipe.schema.run import WeightsConfig
@@ -66,7 +67,7 @@ def test_ranks_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_weight_sync_that_cannot_connect_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(results: Any, **how: Any) -> None:
+    def wait(self: Wait, results: Any) -> None:
         raise WeightSyncError([])
 
     closed: list[WeightSync] = []
@@ -78,7 +79,7 @@ def test_a_weight_sync_that_cannot_connect_is_undone(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(weight_sync, name, lambda *given, **named: SimpleNamespace(rendezvous=None))
     monkeypatch.setattr(ray, "put", lambda value: value)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(weight_sync, "wait_for", wait)
+    monkeypatch.setattr(Wait, "for_all", wait)
     monkeypatch.setattr(WeightSync, "close", lambda sync: closed.append(sync))
     with pytest.raises(WeightSyncError):
         WeightSync(ranks, rollouts, recipe, print)

@@ -13,9 +13,9 @@ import pytest
 import ray
 
 from megagrpo.cluster import engine_answers
-from megagrpo.cluster import rollouts as cluster_rollouts
 from megagrpo.cluster.engines import Answers
 from megagrpo.cluster.rollouts import Rollouts
+from megagrpo.cluster.waiting import Wait
 from megagrpo.errors import EngineError, Problem
 from megagrpo.rollout.engine import SoFar
 from megagrpo.types import Prompt, Request, Sample
@@ -72,7 +72,7 @@ class Engines:
             raise ray.exceptions.GetTimeoutError
         return SoFar.of({ticket: sampled(at) for ticket, at in self.begun[ref.removeprefix("so far of ")].items()})
 
-    def answered(self, ref: str, *given: Any) -> Answers:
+    def answered(self, ref: str, name: str) -> Answers:
         self.there.discard(ref)
         return Answers({}, reported=True, silent_seconds=0.0, speed=self.speeds.get(ref.removeprefix("answer of ")))
 
@@ -80,7 +80,7 @@ class Engines:
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     found = Engines()
-    monkeypatch.setattr(cluster_rollouts, "answer_of", found.answered)
+    monkeypatch.setattr(Wait, "answer_of", lambda wait, *given: found.answered(*given))
     monkeypatch.setattr(ray, "wait", found.wait)
     monkeypatch.setattr(ray, "get", found.get)
     return found

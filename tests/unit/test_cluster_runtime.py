@@ -21,7 +21,7 @@ from ray.exceptions import AuthenticationError, WorkerCrashedError
 from megagrpo.cluster import runtime, waiting
 from megagrpo.cluster.runtime import check_files, nodes_of_devices
 from megagrpo.cluster.stopping import StopRequested
-from megagrpo.cluster.waiting import NodeWatch, wait_for
+from megagrpo.cluster.waiting import NodeWatch, Wait
 from megagrpo.errors import NodeLostError, PreflightError, RankError
 from megagrpo.recipe.defaults import DevicePlan
 from megagrpo.recipe.schema import Recipe
@@ -29,6 +29,7 @@ from megagrpo.weights.boxes import Place
 from tests import tiny_run
 
 RECIPE = Recipe.model_validate({**tiny_run.recipe(Path("tiny")), "cluster": {"device": "cpu"}})
+FOR_ALL = Wait.for_all
 
 
 def stop() -> None:
@@ -183,7 +184,7 @@ def other_node(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(runtime.missing_files, "options", lambda **given: SimpleNamespace(remote=look))
     monkeypatch.setattr(runtime, "node_names", lambda: {"a": "host-a (10.0.0.1)", "b": "host-b (10.0.0.2)"})
-    monkeypatch.setattr(runtime, "wait_for", lambda answers, **given: answers)
+    monkeypatch.setattr(Wait, "for_all", lambda self, answers: answers)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a"))
     monkeypatch.setattr(waiting, "NodeAffinitySchedulingStrategy", lambda node, soft: node)
     return node
@@ -222,7 +223,7 @@ def real_wait(other_node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         runtime.missing_files, "options", lambda **given: SimpleNamespace(remote=lambda paths: "answer")
     )
-    monkeypatch.setattr(runtime, "wait_for", wait_for)
+    monkeypatch.setattr(Wait, "for_all", FOR_ALL)
 
     def crash(answer: str, timeout: float) -> None:
         living.clear()

@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RaySystemError
 
 from megagrpo.cluster import waiting
 from megagrpo.cluster.actors import interface_of
-from megagrpo.cluster.waiting import NodeWatch, node_names, raylet_with, settle, wait_for
+from megagrpo.cluster.waiting import NodeWatch, Wait, node_names, raylet_with
 from megagrpo.errors import NodeLostError, RankError
 from megagrpo.preflight.machine import address_problem
 
@@ -85,7 +85,7 @@ def test_results_are_in_the_order_of_the_actors_whichever_answers_first(
     monkeypatch.setattr(ray, "wait", lambda answers, num_returns, timeout: (answers[-1:], answers[:-1]))
     monkeypatch.setattr(ray, "get", lambda answer, timeout: answer.upper())
     asked: Any = {"rank 0": "a", "rank 1": "b", "rank 2": "c"}
-    found = wait_for(asked, doing="asking", timeout_seconds=1.0, error=RankError, watch=NodeWatch({}))
+    found = Wait("asking", 1.0, RankError, NodeWatch({})).for_all(asked)
     assert list(found.items()) == [("rank 0", "A"), ("rank 1", "B"), ("rank 2", "C")]
 
 
@@ -97,7 +97,7 @@ def test_a_lack_of_file_descriptors_while_an_answer_is_read_is_this_machines(mon
     monkeypatch.setattr(ray, "get", read)
     asked: Any = {"rank 0": "a"}
     with pytest.raises(OSError, match="Too many open files"):
-        settle(asked, doing="asking", timeout_seconds=1.0, error=RankError, watch=None)
+        Wait("asking", 1.0, RankError, watch=None).settle(asked)
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "http://head:8265"])

@@ -10,11 +10,10 @@ from unittest.mock import MagicMock
 import pytest
 from hypothesis import assume, given, settings
 
-from megagrpo.cluster import weight_sync
 from megagrpo.cluster.actors import allocator_environment, nccl_environment
 from megagrpo.cluster.engines import visible_gpus
 from megagrpo.cluster.runtime import Runtime
-from megagrpo.cluster.waiting import NodeWatch
+from megagrpo.cluster.waiting import NodeWatch, Wait
 from megagrpo.cluster.weight_sync import WeightSync, replica_problems, with_transport
 from megagrpo.errors import EngineError, Problem, RecipeError, WeightSyncError
 from megagrpo.recipe.defaults import DevicePlan
@@ -187,7 +186,7 @@ def test_weights_that_have_not_changed_are_sent_only_where_an_engine_lacks_them(
         verified_versions={3},
     )  # fmt: skip
     failed = {name: EngineError(Problem(name)) for name in failing}
-    monkeypatch.setattr(weight_sync, "settle", lambda *given, **how: ({}, failed))
+    monkeypatch.setattr(Wait, "settle", lambda *given, **how: ({}, failed))
     sync.sync(4, changed=False)
     assert (called, sync.version, sync.received_bytes) == (brought, 4, 8 if brought else 0)
     assert sync.verified_versions == ({3} if brought else {3, 4}), "_bring adds what it has verified"

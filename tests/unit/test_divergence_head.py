@@ -15,8 +15,8 @@ from torch import Tensor
 
 from benchmarks.logits_memory import peak_bytes
 from megagrpo.algorithm.distillation import divergence_of_top
-from megagrpo.megatron.divergence_head import HeadScale, top_logprobs, vocabulary_divergence
-from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
+from megagrpo.megatron.divergence_head import top_logprobs, vocabulary_divergence
+from megagrpo.megatron.heads import Head, HeadScale, VocabularyShard, vocabulary_logprobs
 from tests.fused_kernels import moved_and_errors
 
 PLAIN = HeadScale()
@@ -80,6 +80,10 @@ def part_of(matrix: Tensor, first: int, rows: int) -> Tensor:
     return torch.cat([real, torch.full((rows - len(real), matrix.shape[1]), 50.0, dtype=matrix.dtype)])
 
 
+def plain(matrix: Tensor) -> Head:
+    return Head(matrix, VocabularyShard(len(matrix), 0, None), PLAIN)
+
+
 def errors(case: Case) -> tuple[float, float, float]:
     """Largest errors of this process' part: of divergences, relative above 1, of logprobs and entropies, relative to
     the range of logits; of the gradients of the hidden states and of the matrix, relative to the largest number above
@@ -100,10 +104,10 @@ def errors(case: Case) -> tuple[float, float, float]:
     own = part_of(matrix, shard.first, rows).requires_grad_()
     hidden.requires_grad_()
     entropy = case.of_loss[2]
+    student, teacher = Head(own, shard, case.student), Head(part_of(its_matrix, shard.first, rows), shard, case.teacher)
     found = vocabulary_divergence(
-        hidden, positions, labels, own, others, part_of(its_matrix, shard.first, rows), shard,
-        divergence=case.divergence, beta=case.beta, student=case.student, teacher=case.teacher, entropy=entropy,
-        chunk_columns=case.chunk_columns,
+        hidden, positions, labels, student, others, teacher, divergence=case.divergence, beta=case.beta,
+        entropy=entropy, chunk_columns=case.chunk_columns,
     )  # fmt: skip
     three = found.divergence, found.logprobs, found.entropies
     sum((value * weight).sum() for value, weight in zip(three, weights, strict=True) if weight.any()).backward()
@@ -180,10 +184,10 @@ def test_a_distant_teacher_has_finite_values_and_gradients() -> None:
 def test_a_teacher_that_is_the_student_is_at_no_distance(divergence: Any) -> None:
     hidden, positions, matrix, _, _, labels, _ = Case(divergence).tensors()
     hidden.requires_grad_()
+    head = plain(matrix)
     found = vocabulary_divergence(
-        hidden, positions, labels, matrix, hidden.detach()[positions], matrix, VocabularyShard(len(matrix), 0, None),
-        divergence=divergence, beta=0.5, student=PLAIN, teacher=PLAIN,
-    )  # fmt: skip
+        hidden, positions, labels, head, hidden.detach()[positions], head, divergence=divergence, beta=0.5
+    )
     found.divergence.sum().backward()
     assert found.agrees.all()
     assert not found.divergence.any()
@@ -197,8 +201,8 @@ def test_a_frozen_matrix_and_no_positions(divergence: Any) -> None:
     hidden.requires_grad_()
     for n in (len(positions), 0):
         found = vocabulary_divergence(
-            hidden, positions[:n], labels[:n], matrix, others[:n], its_matrix, VocabularyShard(len(matrix), 0, None),
-            divergence=divergence, beta=0.5, student=PLAIN, teacher=PLAIN,
+            hidden, positions[:n], labels[:n], plain(matrix), others[:n], plain(its_matrix), divergence=divergence,
+            beta=0.5,
         )  # fmt: skip
         found.divergence.sum().backward()
         assert found.logprobs.shape == found.divergence.shape == found.agrees.shape == (n,)
@@ -209,11 +213,11 @@ def test_a_frozen_matrix_and_no_positions(divergence: Any) -> None:
 def test_of_equal_logits_the_lowest_id_is_the_most_likely() -> None:
     """Ids 1 and 3 are the student's best, 1 alone is the teacher's, wherever chunks end."""
     student, teacher = torch.tensor([[0.0, 2, 1, 2]]), torch.tensor([[1.0, 4, 0, 3]])
-    hidden, shard = torch.ones(1, 1), VocabularyShard(4, 0, None)
+    hidden, at = torch.ones(1, 1), torch.tensor([0])
     for columns in (1, 2, 3, 4):
         found = vocabulary_divergence(
-            hidden, torch.tensor([0]), torch.tensor([0]), student.t(), hidden, teacher.t(), shard,
-            divergence="forward_kl", beta=0.5, student=PLAIN, teacher=PLAIN, chunk_columns=columns,
+            hidden, at, at, plain(student.t()), hidden, plain(teacher.t()), divergence="forward_kl", beta=0.5,
+            chunk_columns=columns,
         )  # fmt: skip
         assert found.agrees.all()
 
@@ -226,16 +230,16 @@ def test_most_likely_ids_come_in_order_with_their_logprobs(
     """Small whole numbers: many logits are equal. Of fewer ids than k, all are found."""
     random = torch.Generator().manual_seed(seed)
     hidden, matrix = (torch.randint(-2, 3, (size, 3), generator=random).float() for size in (8, vocab))
-    labels, shard = torch.randint(0, vocab, (8,), generator=random), VocabularyShard(vocab, 0, None)
-    options = {"entropy": True, "chunk_columns": columns}
-    top = top_logprobs(hidden, labels, part_of(matrix, 0, vocab + 5), shard, k, scale, **options)
+    labels = torch.randint(0, vocab, (8,), generator=random)
+    head = Head(part_of(matrix, 0, vocab + 5), VocabularyShard(vocab, 0, None), scale)
+    top = top_logprobs(hidden, labels, head, k, entropy=True, chunk_columns=columns)
     order = (hidden @ matrix.t()).argsort(dim=-1, descending=True, stable=True)[:, :k]
     wanted = log_softmax(hidden, matrix, scale)
     assert top.ids.dtype == torch.int64
     assert top.logprobs.dtype == top.of_labels.dtype == top.normalizer.dtype == torch.float32
     assert torch.equal(top.ids, order)
-    assert (top.logprobs - wanted.gather(1, order)).abs().max() < 3e-6  # logits are up to 40
-    assert (top.of_labels - wanted.gather(1, labels[:, None])[:, 0]).abs().max() < 3e-6
+    assert (top.logprobs - wanted.gather(1, order)).abs().max() < 8e-6  # float32, logits are up to 40
+    assert (top.of_labels - wanted.gather(1, labels[:, None])[:, 0]).abs().max() < 8e-6
     assert (top.entropies + (wanted.exp() * wanted).sum(-1)).abs().max() < 2e-5
 
 
@@ -250,15 +254,16 @@ def test_logprobs_at_several_ids_entropies_and_their_gradients(vocab: int, k: in
     exact = hidden.double().requires_grad_(), matrix.double().requires_grad_()
     of_all = log_softmax(exact[0][positions], exact[1], scale)
     of_wanted = torch.autograd.grad(of_head(weights, of_all.gather(1, ids), -(of_all.exp() * of_all).sum(-1)), exact)
-    own, shard = part_of(matrix, 0, vocab + 5), VocabularyShard(vocab, 0, None)
+    own = part_of(matrix, 0, vocab + 5)
     inputs = hidden.requires_grad_(), own.requires_grad_()
-    where, options = (positions, ids, own, shard), vars(scale) | {"entropy": True}
-    logprobs, entropies = vocabulary_logprobs(hidden, *where, **options)
+    where = positions, ids, Head(own, VocabularyShard(vocab, 0, None), scale)
+    logprobs, entropies = vocabulary_logprobs(hidden, *where, entropy=True)
     found = torch.autograd.grad(of_head(weights, logprobs, entropies), inputs)
-    top = top_logprobs(hidden.detach()[positions], ids[:, 0], own, shard, k, scale, entropy=True)
+    top = top_logprobs(hidden.detach()[positions], ids[:, 0], where[2], k, entropy=True)
     known = logprobs.detach(), top.entropies, top.normalizer
-    again = torch.autograd.grad(of_head(weights, *vocabulary_logprobs(hidden, *where, **options, known=known)), inputs)
-    for one, other in zip(again, found, strict=True):
+    again = vocabulary_logprobs(hidden, *where, entropy=True, known=known)
+    of_known = torch.autograd.grad(of_head(weights, *again), inputs)
+    for one, other in zip(of_known, found, strict=True):
         assert (one - other).abs().max() < 1e-5 * other.abs().max().clamp(min=1)
     of_hidden, of_matrix = found
     assert not of_matrix[vocab:].any()
@@ -276,12 +281,12 @@ def test_logits_of_both_models_are_never_held() -> None:
     tokens, vocab = 512, 32768
     hidden, others = torch.randn(2, tokens, 32).requires_grad_()
     matrix, its_matrix = torch.randn(2, vocab, 32).requires_grad_()
-    positions, shard = torch.arange(tokens), VocabularyShard(vocab, 0, None)
+    positions, heads = torch.arange(tokens), (plain(matrix), plain(its_matrix))
 
     def chunked(divergence: Any) -> None:
         found = vocabulary_divergence(
-            hidden, positions, positions, matrix, others, its_matrix, shard, divergence=divergence, beta=0.5,
-            student=PLAIN, teacher=PLAIN, entropy=True, chunk_columns=2048,
+            hidden, positions, positions, heads[0], others, heads[1], divergence=divergence, beta=0.5, entropy=True,
+            chunk_columns=2048,
         )  # fmt: skip
         (found.divergence + found.logprobs).sum().backward()
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.megatron import heads
-from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
+from megagrpo.megatron.heads import Head, HeadScale, VocabularyShard, vocabulary_logprobs
 from tests.fused_kernels import moved_and_errors
 
 TOKENS, HIDDEN, VOCAB = 64, 4, 2048
@@ -36,7 +36,7 @@ def moved(entropy: str) -> tuple[float, float]:
     positions, shard = torch.arange(TOKENS), VocabularyShard(VOCAB, 0, None)
     with Moved() as forward:
         logprobs, entropies = vocabulary_logprobs(
-            hidden, positions, positions, weight, shard, temperature=1.0, entropy=entropy != "none"
+            hidden, positions, positions, Head(weight, shard, HeadScale()), entropy=entropy != "none"
         )
         loss = logprobs.sum() + (entropies.sum() if entropy == "gradient" else 0.0)
     with Moved() as backward:
@@ -88,8 +88,8 @@ def test_logits_of_bfloat16_are_not_rounded_to_it() -> None:
     hidden = torch.randn(50, 64, generator=random).bfloat16()
     weight = (torch.randn(300, 64, generator=random) / 4).bfloat16()
     labels = torch.arange(50)
-    arguments = hidden, labels, labels, weight, VocabularyShard(300, 0, None)
-    logprobs, _ = vocabulary_logprobs(*arguments, temperature=1.0, entropy=False)
+    head = Head(weight, VocabularyShard(300, 0, None), HeadScale())
+    logprobs, _ = vocabulary_logprobs(hidden, labels, labels, head, entropy=False)
     exact = torch.log_softmax(hidden.double() @ weight.double().t(), -1)[labels, labels]
     rounded = torch.log_softmax((hidden @ weight.t()).float(), -1)[labels, labels]
     assert (logprobs - exact).abs().max() < 3e-6

@@ -5,7 +5,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
+from megagrpo.megatron.heads import Head, HeadScale, VocabularyShard, vocabulary_logprobs
 from megagrpo.plan.training_time import FORWARD, head_flops, layers_flops, training_products
 from megagrpo.recipe.schema import LoraConfig, TrainConfig
 from megagrpo.weights.families import architecture_of
@@ -69,10 +69,8 @@ def test_the_output_layer_is_counted_as_it_is_computed(trained):
     weight = torch.randn(arch.vocab, arch.hidden, requires_grad=trained)
     positions = torch.arange(0, LENGTH, 3)
     with FlopCounterMode(display=False) as counter:
-        shard = VocabularyShard(arch.vocab, 0, None)
-        logprobs, _ = vocabulary_logprobs(
-            hidden, positions, positions % 7, weight, shard, temperature=1.0, entropy=False
-        )
+        head = Head(weight, VocabularyShard(arch.vocab, 0, None), HeadScale())
+        logprobs, _ = vocabulary_logprobs(hidden, positions, positions % 7, head, entropy=False)
         logprobs.sum().backward()
     over = training_products(TrainConfig(total_steps=1, lora=None if trained else LoraConfig()))
     assert counter.get_total_flops() == head_flops(arch, over, float(len(positions)))

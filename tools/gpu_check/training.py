@@ -25,7 +25,7 @@ import torch
 
 from megagrpo.batching.rank_batches import TrainSequence, make_rank_batches
 from megagrpo.doctor import CHAPTERS
-from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
+from megagrpo.megatron.heads import Head, HeadScale, VocabularyShard, vocabulary_logprobs
 from megagrpo.megatron.model import named_tensors
 from megagrpo.megatron.rank import TrainRank
 from megagrpo.megatron.state import parameters_of
@@ -343,7 +343,8 @@ def head(setting: Setting) -> Iterator[Figure]:
     def run(of: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         inputs, matrix = hidden[:of].clone().requires_grad_(), weight.clone().requires_grad_()
         positions = torch.arange(of, device=device)
-        found, _ = vocabulary_logprobs(inputs, positions, labels[:of], matrix, shard, temperature=1.0, entropy=False)
+        head = Head(matrix, shard, HeadScale())
+        found, _ = vocabulary_logprobs(inputs, positions, labels[:of], head, entropy=False)
         gradients = torch.autograd.grad(found.sum(), (inputs, matrix))
         return found.detach(), gradients[0], gradients[1]
 
@@ -435,7 +436,7 @@ def checkpoints(setting: Setting) -> Iterator[Figure]:
         rank.take_snapshot()
         waited = time.perf_counter() - began
         files, contents = rank.write_snapshot(saved)
-        files += rank.finish_snapshot(saved, [contents])
+        files += rank.finish_snapshot(saved, contents)
         seconds = time.perf_counter() - began
         step(rank, sequences, 2)
         wanted = bits(rank)

@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.architecture import Architecture, Layer
 from megagrpo.weights.families.parts.experts import SoftmaxRouter
-from megagrpo.weights.families.parts.part import all_rows
+from megagrpo.weights.families.parts.part import LayerTensors, all_rows
 from megagrpo.weights.families.reading import EXPERTS_MAX, ConfigReader
 
 if TYPE_CHECKING:
-    from megagrpo.weights.families.architecture import Layer
-    from megagrpo.weights.families.parts.part import LayerTensors
     from megagrpo.weights.sides.assembly import ManifestBuilder
 
 NAMES = ((".mlp.gate.e_score", ".mlp.moe_statics.e_score"),)

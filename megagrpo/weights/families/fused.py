@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megagrpo.weights.families.parts.part import Tensor, all_rows
+from megagrpo.weights.families.architecture import Layer
+from megagrpo.weights.families.parts.part import LayerTensors, Tensor, all_rows
 
 if TYPE_CHECKING:
-    from megagrpo.weights.families.architecture import Layer
-    from megagrpo.weights.families.parts.part import LayerTensors
     from megagrpo.weights.sides.assembly import ManifestBuilder
 
 

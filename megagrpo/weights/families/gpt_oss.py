@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.architecture import Architecture, Layer
 from megagrpo.weights.families.parts.experts import CLAMPED_ALPHA
+from megagrpo.weights.families.parts.part import LayerTensors
 from megagrpo.weights.families.reading import ConfigReader
 
 if TYPE_CHECKING:
-    from megagrpo.weights.families.architecture import Layer
-    from megagrpo.weights.families.parts.part import LayerTensors
     from megagrpo.weights.sides.assembly import ManifestBuilder
 
 NAMES = ((".mlp.gate.", ".mlp.router."),)

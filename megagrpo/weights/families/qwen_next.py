@@ -6,18 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.architecture import Architecture, Layer
 from megagrpo.weights.families.llama_like import experts_beside_shared_one
 from megagrpo.weights.families.parts.attention import Attention
 from megagrpo.weights.families.parts.delta_net import DeltaNet
 from megagrpo.weights.families.parts.experts import Experts
 from megagrpo.weights.families.parts.mlp import Mlp
-from megagrpo.weights.families.parts.part import Rows, all_rows
+from megagrpo.weights.families.parts.part import LayerTensors, Rows, all_rows
 from megagrpo.weights.families.reading import ConfigReader
 
 if TYPE_CHECKING:
-    from megagrpo.weights.families.architecture import Layer
-    from megagrpo.weights.families.parts.part import LayerTensors
     from megagrpo.weights.sides.assembly import ManifestBuilder
 
 MROPE = ("mrope_section", "mrope_interleaved")

@@ -16,7 +16,7 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -134,11 +134,11 @@ def lay_out(
 
 def _write_carried(path: Path, carried: checkpoint.FileTensors) -> None:
     """Copies tensors from the model's files into a new one, COPY_BYTES at a time."""
-    at, header = 0, dict[str, Any](__metadata__={"format": "pt"})
+    at, entries = 0, dict[str, checkpoint.Entry]()
     for name, (_, entry) in carried.items():
-        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [at, at := at + entry.bytes]}
+        entries[name] = replace(entry, begin=at, end=(at := at + entry.bytes))
     with path.open("wb") as into:
-        into.write(checkpoint.encoded(header))
+        into.write(checkpoint.encoded(entries))
         for origin, entry in carried.values():
             with origin.open("rb") as opened:
                 opened.seek(entry.begin)

@@ -394,26 +394,22 @@ def new_file(name: str, tensors: Sequence[Storage]) -> Manifest:
 def header_of(file: Manifest) -> tuple[bytes, dict[str, Entry]]:
     """Returns the header of a new file with these storages one after another, and the entry of each."""
     names = {torch_name: name for name, torch_name in DTYPES.items()}
-    offset = 0
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries, at = dict[str, Entry](), 0
     for name, storage in file.storages.items():
-        end = offset + storage.bytes
-        header[name] = {
-            "dtype": names[storage.dtype],
-            "shape": list(storage.outer_shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    start = encoded(header)
-    entries = {
-        name: Entry(names[storage.dtype], storage.shape, *(len(start) + at for at in header[name]["data_offsets"]))
-        for name, storage in file.storages.items()
+        entries[name] = Entry(names[storage.dtype], storage.outer_shape, at, at := at + storage.bytes)
+    start = encoded(entries)
+    return start, {
+        name: Entry(entry.dtype, file.storages[name].shape, len(start) + entry.begin, len(start) + entry.end)
+        for name, entry in entries.items()
     }
-    return start, entries
 
 
-def encoded(header: Mapping[str, Any]) -> bytes:
-    """Returns a safetensors file's first bytes: the size of its header, and the header, padded to 8 bytes."""
+def encoded(entries: Mapping[str, Entry]) -> bytes:
+    """Returns the first bytes of a safetensors file: the size of its header, and the header, padded to 8 bytes. Offsets
+    of the entries are behind it."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, entry in entries.items():
+        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [entry.begin, entry.end]}
     text = json.dumps(header, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

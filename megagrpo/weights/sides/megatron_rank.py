@@ -7,7 +7,7 @@ Every rank holds the norms and the router. Experts are dealt out over `expert`, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megagrpo.errors import ModelError, Problem
@@ -32,10 +32,10 @@ class MegatronSpec:
         ModelError if the layout does not divide the model."""
         if problems := self._split_problems(arch, layout):
             raise ModelError(problems)
-        rank = _Rank(arch, layout, where, self, ManifestBuilder(f"train rank {where.rank}", dtype))
+        builder = ManifestBuilder(f"train rank {where.rank}", dtype)
         for chunk in range(layout.virtual_pipeline):
-            rank.add_chunk(chunk)
-        return rank.builder.build()
+            _add_chunk(arch, chunk, LayerOnRank(self, layout, where, builder, f"chunk{chunk}."))
+        return builder.build()
 
     def _split_problems(self, arch: Architecture, layout: ParallelLayout) -> list[Problem]:
         """Returns problems of sizes that the layout does not divide, and of layers that do not fit the stages."""
@@ -91,35 +91,42 @@ def config_fields(arch: Architecture) -> dict[str, Any]:
 class LayerOnRank:
     """One layer on one rank. Its parts add their parameters, under their names in the layer."""
 
-    rank: _Rank
+    spec: MegatronSpec
+    layout: ParallelLayout
+    where: RankCoordinates
+    builder: ManifestBuilder
     prefix: str
 
     @property
     def fused(self) -> bool:
-        return self.rank.spec.fused
+        return self.spec.fused
 
     def whole(self, name: str, tensor: Tensor) -> None:
-        self.rank.builder.whole(self.prefix + name, tensor)
+        self.builder.whole(self.prefix + name, tensor)
 
     def rows(self, name: str, *tensors: Tensor) -> None:
         """Adds this tensor rank's rows of each of these tensors, one after another."""
-        index, shards = self.rank.where.tensor, self.rank.layout.tensor
-        rows = [shard(tensor, index, shards) for tensor in tensors]
-        self.rank.builder.rows(self.prefix + name, rows, tensors[0].shape[1:])
+        rows = [shard(tensor, self.where.tensor, self.layout.tensor) for tensor in tensors]
+        self.builder.rows(self.prefix + name, rows, tensors[0].shape[1:])
 
     def columns(self, name: str, tensor: Tensor) -> None:
-        self.rank.builder.columns(self.prefix + name, tensor, self.rank.where.tensor, self.rank.layout.tensor)
+        self.builder.columns(self.prefix + name, tensor, self.where.tensor, self.layout.tensor)
 
     def evenly(self, name: str, fused: Sequence[Rows], rest: tuple[int, ...]) -> None:
         """Adds this tensor rank's part of fused rows that are cut evenly. `rest` is the shape after axis 0."""
-        count = sum(rows.count for rows in fused) // self.rank.layout.tensor
-        self.rank.builder.rows(self.prefix + name, cut(fused, self.rank.where.tensor * count, count), rest)
+        count = sum(rows.count for rows in fused) // self.layout.tensor
+        self.builder.rows(self.prefix + name, cut(fused, self.where.tensor * count, count), rest)
+
+    def vocabulary(self, name: str, tensor: Tensor, padded: int) -> None:
+        """Adds this tensor rank's rows of a matrix that padding extends to `padded` rows."""
+        rows = padded_shard(tensor, padded, self.where.tensor, self.layout.tensor)
+        self.builder.rows(self.prefix + name, rows, tensor.shape[1:])
 
     def experts(self, experts: Sequence[Roles], *, bias: bool) -> None:
         """Adds this rank's experts, each cut over the ranks that share it."""
-        where, layout, builder = self.rank.where, self.rank.layout, self.rank.builder
-        index, shards, count = where.expert_tensor, layout.expert_tensor, len(experts) // layout.expert
-        for local, expert in enumerate(experts[where.expert * count :][:count]):
+        index, shards, builder = self.where.expert_tensor, self.layout.expert_tensor, self.builder
+        count = len(experts) // self.layout.expert
+        for local, expert in enumerate(experts[self.where.expert * count :][:count]):
             rows = [shard(expert[role], index, shards) for role in ("expert_gate", "expert_up")]
             builder.rows(self._expert(local, "linear_fc1"), rows, expert["expert_up"].shape[1:])
             builder.columns(self._expert(local, "linear_fc2"), expert["expert_down"], index, shards)
@@ -129,36 +136,22 @@ class LayerOnRank:
                 builder.whole(self._expert(local, "linear_fc2", "bias"), expert["expert_down_bias"])
 
     def _expert(self, local: int, linear: str, kind: str = "weight") -> str:
-        return self.prefix + self.rank.spec.expert.format(expert=local, linear=linear, kind=kind)
+        return self.prefix + self.spec.expert.format(expert=local, linear=linear, kind=kind)
 
 
-@dataclass(frozen=True)
-class _Rank:
-    arch: Architecture
-    layout: ParallelLayout
-    where: RankCoordinates
-    spec: MegatronSpec
-    builder: ManifestBuilder
-
-    def add_chunk(self, chunk: int) -> None:
-        arch, layout, stage = self.arch, self.layout, self.where.pipeline
-        model = tensors_by_role(arch)
-        prefix = f"chunk{chunk}."
-        first = stage == 0 and chunk == 0
-        last = stage == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
-        if first:
-            self.add_vocabulary(prefix + "embedding.word_embeddings.weight", model.roles["embedding"])
-        for number, layer in enumerate(layers_of_chunk(len(arch.layers), layout, stage, chunk)):
-            arch.layers[layer].on_megatron(LayerOnRank(self, f"{prefix}decoder.layers.{number}."), model.layers[layer])
-        if last:
-            self.builder.whole(prefix + "decoder.final_layernorm.weight", model.roles["final_norm"])
-            if arch.value_head:
-                self.builder.whole(prefix + "output_layer.weight", model.roles["value_head"])
-            elif not arch.tied_embeddings:
-                self.add_vocabulary(prefix + "output_layer.weight", model.roles["head"])
-            elif not first:  # a tied head on another stage than the embedding is a second copy of it
-                self.add_vocabulary(prefix + "output_layer.weight", model.roles["embedding"])
-
-    def add_vocabulary(self, storage: str, tensor: Tensor) -> None:
-        padded, shards = self.arch.padded_vocab(self.layout.tensor), self.layout.tensor
-        self.builder.rows(storage, padded_shard(tensor, padded, self.where.tensor, shards), (self.arch.hidden,))
+def _add_chunk(arch: Architecture, chunk: int, rank: LayerOnRank) -> None:
+    layout, stage, model = rank.layout, rank.where.pipeline, tensors_by_role(arch)
+    first, padded = stage == 0 and chunk == 0, arch.padded_vocab(layout.tensor)
+    if first:
+        rank.vocabulary("embedding.word_embeddings.weight", model.roles["embedding"], padded)
+    for number, layer in enumerate(layers_of_chunk(len(arch.layers), layout, stage, chunk)):
+        on_rank = replace(rank, prefix=f"{rank.prefix}decoder.layers.{number}.")
+        arch.layers[layer].on_megatron(on_rank, model.layers[layer])
+    if stage == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1:
+        rank.whole("decoder.final_layernorm.weight", model.roles["final_norm"])
+        if arch.value_head:
+            rank.whole("output_layer.weight", model.roles["value_head"])
+        elif not arch.tied_embeddings:
+            rank.vocabulary("output_layer.weight", model.roles["head"], padded)
+        elif not first:  # a tied head on another stage than the embedding is a second copy of it
+            rank.vocabulary("output_layer.weight", model.roles["embedding"], padded)

@@ -73,23 +73,9 @@ def manifest(
     """
     if problems := split_problems(arch, layout, device):
         raise ModelError(problems)
-    builder = ManifestBuilder(f"engine {engine} rank {rank}", dtype)
-    model = tensors_by_role(arch)
     stage, tensor_rank = divmod(rank, layout.tensor)
-    first, last = stage == 0, stage == layout.pipeline - 1
-    rank_of_stage = LayerOnEngine(arch, layout, tensor_rank, device, builder)
-    if first or FAMILIES[arch.family].sglang.embedding_on_every_stage:
-        rank_of_stage.add_vocabulary(model.roles["embedding"])
-    for layer in stage_layers(len(arch.layers), stage, layout.pipeline):
-        arch.layers[layer].on_engine(rank_of_stage, model.layers[layer])
-    if last:
-        builder.whole(model.roles["final_norm"].name, model.roles["final_norm"])
-    if arch.tied_embeddings:
-        if last and not first:
-            rank_of_stage.add_vocabulary(model.roles["embedding"], "lm_head.weight")
-    elif last or FAMILIES[arch.family].sglang.head_on_every_stage:
-        rank_of_stage.add_vocabulary(model.roles["head"])
-    held = builder.build().renamed(lambda name: renamed(name, FAMILIES[arch.family].sglang.renamed))
+    builder = ManifestBuilder(f"engine {engine} rank {rank}", dtype)
+    held = held_by(LayerOnEngine(arch, layout, tensor_rank, device, builder), stage)
     if quantization is None:
         return held
     # In blocks, with scales of float8 keys and values, always 1: the cache has its own dtype.
@@ -99,6 +85,24 @@ def manifest(
     scales = [f"{layer}{module}.{of}_scale" for layer in layers for module in modules for of in "kv"]
     storages = {**blocks.storages, **{name: Storage(name, (), "float32") for name in scales}}
     return replace(blocks, storages=storages, fills=blocks.fills + tuple(Fill(name, (), (), 1.0) for name in scales))
+
+
+def held_by(rank: LayerOnEngine, stage: int) -> Manifest:
+    """Returns the manifest of a rank of this stage, in the model's dtype, under the engine's names."""
+    arch, of_class, model = rank.arch, rank.of_class, tensors_by_role(rank.arch)
+    first, last = stage == 0, stage == rank.layout.pipeline - 1
+    if first or of_class.embedding_on_every_stage:
+        rank.add_vocabulary(model.roles["embedding"])
+    for layer in stage_layers(len(arch.layers), stage, rank.layout.pipeline):
+        arch.layers[layer].on_engine(rank, model.layers[layer])
+    if last:
+        rank.whole(model.roles["final_norm"])
+    if arch.tied_embeddings:
+        if last and not first:
+            rank.add_vocabulary(model.roles["embedding"], "lm_head.weight")
+    elif last or of_class.head_on_every_stage:
+        rank.add_vocabulary(model.roles["head"])
+    return rank.builder.build().renamed(lambda name: renamed(name, of_class.renamed))
 
 
 def stage_layers(layers: int, stage: int, stages: int) -> range:

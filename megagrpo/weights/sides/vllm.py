@@ -16,14 +16,13 @@ from dataclasses import dataclass, replace
 
 from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.families import renamed
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.families.parts.latent_attention import LatentAttention
 from megagrpo.weights.families.sglang_classes import SglangClass
 from megagrpo.weights.families.sglang_gaps import gap_problems
 from megagrpo.weights.families.vllm_classes import CLASSES, OTHER_ENGINES, REFUSED
-from megagrpo.weights.sides.assembly import ManifestBuilder, tensors_by_role
-from megagrpo.weights.sides.sglang import VOCABULARY_MULTIPLE, EngineSizes, LayerOnEngine
+from megagrpo.weights.sides.assembly import ManifestBuilder
+from megagrpo.weights.sides.sglang import VOCABULARY_MULTIPLE, EngineSizes, LayerOnEngine, held_by
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of heads that vLLM's kernel of attention has on CPUs."""
@@ -56,15 +55,8 @@ def manifest(
     """
     if problems := split_problems(arch, layout, device, quantization):
         raise ModelError(problems)
-    builder, model = ManifestBuilder(f"engine {engine} rank {rank}", dtype), tensors_by_role(arch)
-    of_rank = LayerOnVllm(arch, layout, rank, "cuda", builder)  # MLPs are not padded, as on GPUs
-    of_rank.add_vocabulary(model.roles["embedding"])
-    for layer, tensors in zip(arch.layers, model.layers, strict=True):
-        layer.on_engine(of_rank, tensors)
-    builder.whole(model.roles["final_norm"].name, model.roles["final_norm"])
-    if not arch.tied_embeddings:
-        of_rank.add_vocabulary(model.roles["head"])
-    held = builder.build().renamed(lambda name: renamed(name, CLASSES[arch.family].renamed))
+    builder = ManifestBuilder(f"engine {engine} rank {rank}", dtype)
+    held = held_by(LayerOnVllm(arch, layout, rank, "cuda", builder), stage=0)  # MLPs are not padded, as on GPUs
     storages = {
         name: replace(its, dtype=dtype) if name.endswith(BIASES) else its for name, its in held.storages.items()
     }

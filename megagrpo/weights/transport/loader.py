@@ -66,14 +66,6 @@ class Command:
     active: frozenset[int] = frozenset()
 
 
-def plan_fields(plan: WeightPlan, destination: int) -> dict[str, Any]:
-    """Returns the fields of a command that brings a rank its part of the plan."""
-    return {
-        "plan": base64.b64encode(pickle.dumps(plan.part_for_destination(destination))).decode(),
-        "destination": destination,
-    }
-
-
 # --- outside: one server's weights ------------------------------------------------------------------------------------
 
 
@@ -116,7 +108,8 @@ class ServedWeights(ABC):
         self.check(channel)
         self._member = channel.rendezvous.join(f"actor of {self._name}")
         if self.takes_commands:
-            parts = [plan_fields(plan, destination) for destination in destinations]
+            own = ((its, pickle.dumps(plan.part_for_destination(its))) for its in destinations)
+            parts = [{"destination": its, "plan": base64.b64encode(part).decode()} for its, part in own]
             self.ask("plan", parts, transport=channel.transport, bucket_bytes=channel.bucket_bytes)
         if channel.transport is TransportName.DISK:
             self._disk = DiskReceiver(destinations, channel.rendezvous, self.load, self._name)

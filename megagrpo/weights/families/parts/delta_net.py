@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megagrpo.weights.sides.sglang import EngineSizes, LayerOnEngine
 
 CHUNK = 64
-"""Tokens that are computed at once, as products of matrices (megatron/delta_net.py)."""
+"""Tokens that are mixed by matrices of this size (megatron/delta_net.py); the state goes from chunk to chunk."""
 
 
 @dataclass(frozen=True)

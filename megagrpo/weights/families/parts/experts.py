@@ -82,7 +82,8 @@ class Experts:
         return frozenset(["moe", "moe_act", *(["shared_experts"] if self.shared_ffn else [])])
 
     def tensors(self, prefix: str, layer: int) -> Iterator[Tensor]:
-        at, shape, down = prefix + "mlp.", (self.ffn, self.hidden), (self.hidden, self.ffn)
+        at, up, down = prefix + "mlp.", (self.ffn, self.hidden), (self.hidden, self.ffn)
+        matrices = {"gate": up, "up": up, "down": down}
         yield Tensor(at + "gate.weight", (self.experts, self.hidden), "router", layer)
         if self.bias:
             yield Tensor(at + "gate.bias", (self.experts,), "router_linear_bias", layer)
@@ -90,13 +91,10 @@ class Experts:
             yield Tensor(at + "gate.e_score_correction_bias", (self.experts,), "router_bias", layer)
         for expert in range(self.experts):
             of_expert = f"{at}experts.{expert}."
-            yield Tensor(of_expert + "gate_proj.weight", shape, "expert_gate", layer, expert)
-            yield Tensor(of_expert + "up_proj.weight", shape, "expert_up", layer, expert)
-            yield Tensor(of_expert + "down_proj.weight", down, "expert_down", layer, expert)
-            if self.bias:
-                yield Tensor(of_expert + "gate_proj.bias", shape[:1], "expert_gate_bias", layer, expert)
-                yield Tensor(of_expert + "up_proj.bias", shape[:1], "expert_up_bias", layer, expert)
-                yield Tensor(of_expert + "down_proj.bias", down[:1], "expert_down_bias", layer, expert)
+            for name, shape in matrices.items():
+                yield Tensor(f"{of_expert}{name}_proj.weight", shape, f"expert_{name}", layer, expert)
+            for name, (rows, _) in matrices.items() if self.bias else ():
+                yield Tensor(f"{of_expert}{name}_proj.bias", (rows,), f"expert_{name}_bias", layer, expert)
         if ffn := self.shared_ffn:
             yield Tensor(at + "shared_experts.gate_proj.weight", (ffn, self.hidden), "shared_gate", layer)
             yield Tensor(at + "shared_experts.up_proj.weight", (ffn, self.hidden), "shared_up", layer)
