@@ -36,7 +36,7 @@ BUDGETS = {
     ("checkpoint", "convert"): 2_488,
     ("rollout",): 4_940,
     ("cluster",): 3_367,
-    ("trainer", "evaluation"): 4_888,
+    ("trainer", "evaluation"): 4_889,
     ("recipe", "preflight", "doctor"): 6_141,
     ("plan",): 5_275,
     ("data",): 2_800,
@@ -50,7 +50,7 @@ LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=369),
-    "tests": Limits(lines=61_786, lines_of_file=600, files=None),
+    "tests": Limits(lines=61_790, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (15, 6), "A metric's walk": (5, 3)}

@@ -119,8 +119,9 @@ class Setup(Generic[Kind, AnyItem]):
         self._closing.enter_context(tracker)
         write_counts(mixtures, run_directory(recipe))
         critic = read_architecture(checked.critic_directory) if checked.critic_directory else None
+        teachers = {name: read_architecture(directory) for name, directory in checked.teachers.items()}
         with suppress(RecipeError):  # of GPUs that are unknown to plans
-            planned = plan_of(recipe, checked.architecture, critic=critic, found=checked.found)
+            planned = plan_of(recipe, checked.architecture, critic=critic, teachers=teachers, found=checked.found)
             (run_directory(recipe) / PLAN_FILE).write_text(plan_json(planned) + "\n", encoding="utf-8")
         noun = "prompts" if isinstance(recipe, Recipe) else "examples"
         lines = [line for mixture in mixtures.values() for line in mixture.lines(noun)]

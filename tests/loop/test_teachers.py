@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from examples.demo.model import make_tokenizer
 from megagrpo.cluster.reward_models import server_spec
+from megagrpo.track.jsonl import PLAN_FILE
 from megagrpo.trainer.batches import read_batch
 from megagrpo.trainer.teachers import Teachers
 from megagrpo.types import Group, Prompt, Sample, Score
@@ -219,8 +221,10 @@ def test_a_run_with_teachers_on_its_ranks_continues_and_is_replayed_with_the_sam
     values["checkpoint"] |= {"keep_batches": small_run.STEPS}
     values["train"]["lora"] = {"rank": 4, "alpha": 8}
     values["rollout"]["top_p"] = 0.9
-    small_run.train(small_run.write(values, tmp_path), environment=ray)
-    directory = tmp_path / "taught"
+    recipe, directory = small_run.write(values, tmp_path), tmp_path / "taught"
+    small_run.train(recipe, environment=ray)
+    planned = json.loads(small_run.train(recipe, "--json", command="plan", errors=subprocess.DEVNULL))
+    assert json.loads((directory / PLAN_FILE).read_text())["memory"] == planned["memory"]
     whole = small_run.metrics(directory)
     for step in (1, 4):
         assert 0 < whole[step]["teacher/others/divergence"] < whole[step]["teacher/sums/divergence"]
