@@ -103,8 +103,15 @@ def make_samples(directory: Path, shift: int = 0) -> RunRead:
     (directory / "recipe.yaml").write_text(f"name: {directory.name}\n", encoding="utf-8")
     (directory / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 1.0}) + "\n", encoding="utf-8")
     for step in (1, 2, 3):
+        taught: dict[str, Any] = {"teacher_logprobs": [-0.25] * 9} if step == 2 else {}
         rows = [
-            sample(step, f"sums:{prompt}", number, response=f"I think that {prompt} and {number} make {step + shift}")
+            sample(
+                step,
+                f"sums:{prompt}",
+                number,
+                response=f"I think that {prompt} and {number} make {step + shift}",
+                **taught,
+            )
             for prompt in (0, 1)
             for number in (0, 1)
         ]

@@ -34,11 +34,11 @@ BUDGETS = {
     ("megatron",): 6_031,
     ("layout", "batching", "algorithm"): 3_155,
     ("checkpoint", "convert"): 2_488,
-    ("rollout",): 4_940,
+    ("rollout",): 4_943,
     ("cluster",): 3_367,
-    ("trainer", "evaluation"): 4_889,
+    ("trainer", "evaluation"): 4_891,
     ("recipe", "preflight", "doctor"): 6_141,
-    ("plan",): 5_275,
+    ("plan",): 5_282,
     ("data",): 2_800,
     ("reward",): 7_714,
     ("agents",): 5_147,
@@ -50,7 +50,7 @@ LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=369),
-    "tests": Limits(lines=61_790, lines_of_file=600, files=None),
+    "tests": Limits(lines=61_812, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (15, 6), "A metric's walk": (5, 3)}

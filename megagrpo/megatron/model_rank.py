@@ -97,7 +97,7 @@ class ModelRank:
         return kept_logprobs(output, *where, head, entropy=entropy)
 
     def head(self, temperature: float) -> Head:
-        """Returns the policy's output matrix. For ranks with logits."""
+        """Returns the policy's head at a temperature. For ranks with logits."""
         architecture = self.policy.architecture
         weight = output_weight(unwrapped(self.policy.chunks[-1]))
         return Head(weight, self.shard(architecture.vocab), head_scale(architecture, temperature))

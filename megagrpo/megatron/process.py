@@ -103,7 +103,7 @@ def _make_groups(layout: ParallelLayout, timeout_seconds: float) -> None:
 Groups = Mapping[str, Any]
 """Megatron's process groups for a layout, with sizes and ranks: what parallel_state has, by name."""
 _FURTHER: dict[ParallelLayout, Groups] = {}
-"""Those of `further_groups`: each group holds memory of a GPU."""
+"""Groups that `further_groups` has made: each holds memory of a GPU."""
 
 
 def further_groups(layout: ParallelLayout, timeout_seconds: float) -> Groups:

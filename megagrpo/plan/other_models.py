@@ -118,9 +118,16 @@ def lines_of_teachers(case: Case) -> Iterator[tuple[str, str]]:
             if teacher.offload:
                 seconds = second_text(largest / case.assumptions.host_bytes_per_second)
                 text = text.replace("in all phases", f"there in its pass alone: its way takes {seconds} of a step")
-            if teacher.path == recipe.model.path and (recipe.train.lora or recipe.keeps_reference):
+            has = recipe.train.lora or recipe.keeps_reference
+            if has and _is_start(recipe, teacher):
                 text += "; the ranks have these weights already: kind: reference takes no others"
         else:
             shared = ", which the KL penalty has too" if recipe.algorithm.kl.coefficient else ""
             text = f"the reference policy{shared}"
         yield f"teacher {name}", text
+
+
+def _is_start(recipe: Recipe, teacher: RanksTeacherConfig) -> bool:
+    """Returns whether a teacher is the model from which the policy starts, and the reference stays that."""
+    fixed = recipe.algorithm.reference.update_every_steps is None
+    return fixed and teacher.path == recipe.model.path and recipe.model.revision is None

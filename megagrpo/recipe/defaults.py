@@ -46,7 +46,7 @@ def recipe_for_teacher(recipe: Recipe, teacher: str) -> Recipe:
     and with the same sequences in a microbatch."""
     train, config, longest = recipe.train, recipe.teachers[teacher], recipe.taught_tokens_max
     layout = config.layout if isinstance(config, RanksTeacherConfig) and config.layout else train.layout
-    if not recipe.teachers_read_more and layout == train.layout:
+    if not recipe.teachers_read_more and layout.parallel() == train.layout.parallel():
         return recipe
     prompt = recipe.data.prompt_tokens_max + longest - recipe.sequence_tokens_max
     values: dict[str, Any] = {"data.prompt_tokens_max": prompt, "train.layout": layout}

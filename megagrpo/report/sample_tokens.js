@@ -146,13 +146,14 @@ const tokenView = (() => {
       chosen = index;
       spans[index].classList.add("chosen");
       const value = (name) => (name === "version" ? String(figures.version[index]) : number(figures[name][index]));
-      const train = figures.logprob[index] + figures.difference[index];
+      const [train, teacher] = ["difference", "teacher"].map((name) => figures.logprob[index] + figures[name][index]);
       const pairs = [
         ["token", `${index + 1} of ${figures.size}`],
         ["text", JSON.stringify(figures.texts[index])],
         ["id", figures.ids[index] < 0 ? "–" : String(figures.ids[index])],
         ...known.map((name) => [FIGURES[name], value(name)]),
         ...(Number.isNaN(train) ? [] : [["train logprob", number(train)]]),
+        ...(Number.isNaN(teacher) ? [] : [["teacher logprob", number(teacher)]]),
       ];
       told.replaceChildren(...pairs.map(([name, text]) => el("span", {}, el("span", { class: "soft" }, `${name} `), el("b", {}, ...samples.shown(text)))));
     }

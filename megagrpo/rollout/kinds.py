@@ -69,7 +69,9 @@ class EngineKind:
     """True if its servers answer conversations, as those of generative reward models do."""
 
     package: str = ""
-    """Name of the folder of its servers beside this file, and of their side, a module of weights/sides."""
+    """Name of the folder of its servers beside this file, and of their side, a module of weights/sides. `engine` there
+    has ENGINE, `client` SCORES and served_model; of a kind with `settings`, `arguments` ARGUMENTS and start_server, and
+    `memory` engine_memory."""
 
     settings: str | None = None
     """Name of the section of `rollout` that has the settings of its servers, which recipes of other kinds leave out."""

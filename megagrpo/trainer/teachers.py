@@ -97,7 +97,8 @@ class TeacherClient(Asked[tuple[np.ndarray, int], TeacherTokens]):
 
 
 Asking = dict[tuple[int, int], tuple[str, Future[TeacherTokens | UnansweredError]]]
-"""Samples whose rows have a teacher, by group and place in it: its name, and logprobs or why there are none."""
+"""Samples whose rows have a teacher, by group and place in it: the teacher's name, and its logprobs or why there are
+none."""
 
 
 class Teachers:
@@ -173,10 +174,11 @@ class Teachers:
     # --- samples and scores -------------------------------------------------------------------------------------------
 
     def _questions(self, groups: Sequence[Group]) -> Asking:
+        named = [teacher_of(self._recipe, group.prompt) for group in groups if self._configs]  # before any is asked
         return {
             (row, member): (name, self._start(self._answer(name, group.prompt, sample)))
-            for row, group in enumerate(groups if self._configs else ())
-            if (name := teacher_of(self._recipe, group.prompt)) in self._configs
+            for row, (group, name) in enumerate(zip(groups, named, strict=False))
+            if name in self._configs
             for member, sample in enumerate(group.samples)
             if sample.finish != "abort" and len(sample.tokens)
         }

@@ -29,7 +29,7 @@ from tests.distributed.step_case import (
     in_checkpoint,
     load_reference,
 )
-from tests.distributed.step_ranks import Parts, compute_gradients, gradients_of, make_batches, of_all_tokens, on_ranks
+from tests.distributed.step_ranks import compute_gradients, gradients_of, make_batches, of_all_tokens, on_ranks
 from tests.distributed.teacher_case import (
     ASKED,
     NONE,
@@ -50,12 +50,16 @@ def case(case_of: CaseOf, teacher: Path) -> Case:
 
 def with_objectives(
     rank: TrainRank, batch: RankBatch, advantages: Any, recipes: Mapping[str, Recipe], teacher: Path, apart: Any
-) -> dict[str, tuple[float, Parts, Any, Any]]:
-    """By objective: this rank's part of the loss, its gradients, its divergences and teachers' logprobs by token."""
-    found = {}
+) -> dict[str, Any]:
+    """By objective: this rank's part of the loss, its gradients, its divergences and teachers' logprobs by token; of
+    sampled_token these logprobs alone."""
+    found = dict[str, Any]()
     for name, recipe in recipes.items():
         rank_with(rank, recipe, teacher).load_batch(batch)
         rank.compute_teachers(apart)
+        if name == "sampled_token":  # adds these to the advantages
+            found[name] = rank.token_teacher() if rank.has_logits else None
+            continue
         update = compute_gradients(rank, np.zeros_like(advantages))
         loss = update.metrics._loss.item() if rank.where.tensor == 0 else 0.0
         seen = rank.token_divergence() if rank.has_logits else None
@@ -157,9 +161,11 @@ def test_every_objective_has_torchs_value_and_gradients(layout, own, case, teach
     if layout.expert > 1:
         case = with_teachers(case_of("qwen3_moe"), teacher)
     recipes = {objective: recipe_of(layout, settings, own=own) for objective, settings in OBJECTIVES.items()}
-    recipe = recipes["reverse KL"]
+    recipe = recipes["sampled_token"] = recipe_of(layout, "sampled_token", own=own)
     apart = batches_of_teachers(recipe, make_batches(recipe, case), TOKENS) if own else {"on_ranks": None}
     results = on_ranks(with_objectives, recipe, case, recipes, teacher, apart)
+    labels = of_labels(case, teacher, TEMPERATURE)
+    np.testing.assert_allclose(of_all_tokens(result["sampled_token"] for result in results), labels, atol=3e-6)
     for objective, settings in OBJECTIVES.items():
         losses, parts, seen, of_teacher = zip(*(result[objective] for result in results), strict=True)
         loss, gradients, by_token = by_torch(case, teacher, settings)

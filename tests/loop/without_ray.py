@@ -54,9 +54,9 @@ class Actor:
     def __getattr__(self, name: str) -> Any:
         return Remote(partial(self._call, getattr(self.object, name)))
 
-    def _call(self, method: Any, *arguments: Any) -> Any:
-        returns = getattr(method, "__ray_num_returns__", 1)
-        threads = self.threads[getattr(method, "__ray_concurrency_group__", None)]
+    def _call(self, method: Any, *arguments: Any, num_returns: int = 1, concurrency_group: str | None = None) -> Any:
+        returns = getattr(method, "__ray_num_returns__", num_returns)
+        threads = self.threads[getattr(method, "__ray_concurrency_group__", concurrency_group)]
         found = [Ref() for _ in range(returns)]
 
         def run() -> None:
@@ -87,7 +87,8 @@ class Remote:
     remote: Callable[..., Any]
 
     def options(self, **given: Any) -> Remote:
-        return self
+        of_call = {name: given[name] for name in ("num_returns", "concurrency_group") if name in given}
+        return Remote(partial(self.remote, **of_call))
 
 
 def get(ref: Any, timeout: float | None = None) -> Any:

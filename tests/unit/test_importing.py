@@ -334,14 +334,19 @@ def test_every_word_of_a_command_is_an_option_or_its_value(names: list[str], val
 
 FORMS: list[tuple[set[str], set[str]]] = [
     ({"to", "type"}, {"nothing", "same", "instead", "note", "shown", "when"}),
-    ({"to", "type", "least"}, {"same", "missing"}),
-    ({"to", "otherwise"}, {"choices", "type", "nothing", "same", "shown", "when"}),
+    ({"to", "type", "least", "same"}, set()),
+    ({"to", "type", "least", "missing"}, set()),
+    ({"to", "choices", "otherwise"}, {"type", "nothing", "same", "shown", "when"}),
+    ({"to", "nothing", "same", "otherwise"}, {"when"}),
     ({"to", "if_true", "if_false"}, {"when"}),
-    ({"to", "same"}, {"if_true", "if_false", "shown", "when"}),
+    ({"to", "if_true", "same"}, {"shown", "when"}),
+    ({"to", "if_false", "same"}, {"shown", "when"}),
     ({"same"}, {"to"}),
     ({"missing"}, {"to", "nothing", "when"}),
-    ({"part_of"}, {"nothing", "otherwise"}),
-    ({"answer"}, {"to", "same", "nothing", "when"}),
+    ({"part_of"}, set()),
+    ({"part_of", "nothing", "otherwise"}, set()),
+    ({"answer"}, {"to", "when"}),
+    ({"answer", "same"}, {"to", "nothing", "when"}),
 ]
 """Keys that a row of each form has, and those that it may have beside `default` and `page_note`."""
 
@@ -359,7 +364,8 @@ def test_every_row_has_a_form_and_every_function_and_condition_is_named(framewor
         keys = row.keys() - {"default", "page_note"}
         assert any(needed <= keys <= needed | more for needed, more in FORMS), f"{option}: {row}"
         for key in row.keys() - {"default", "if_true", "if_false"}:
-            assert isinstance(row[key] or None, kinds.get(key, str)), f"{option}: {key}"
+            assert isinstance(row[key], kinds.get(key, str)), f"{option}: {key}"
+            assert row[key], f"{option}: {key}"
         assert row.get("type", "any") in TYPES, option
 
 

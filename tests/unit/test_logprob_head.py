@@ -51,7 +51,7 @@ def test_an_entropy_costs_bytes_only_where_it_is_asked_for() -> None:
 FUSED = """
 import itertools, json, torch
 from torch._inductor import ir, metrics
-from megagrpo.megatron.heads import _gradient, _sums
+from megagrpo.megatron.heads import _gradient, exponential_sums
 torch._logging.set_logs(inductor_metrics=True)
 ir.is_cpu = lambda _: False  # on CPUs alone a tanh that is used twice is written and read
 rows, columns = 64, 4096
@@ -60,8 +60,8 @@ of_logprob, of_entropy, normalizer = torch.randn(3, rows)
 column = torch.randint(0, columns, (rows, 1))
 grads = normalizer + 10, normalizer.abs(), of_logprob, of_entropy, of_logprob[:, None], column
 moved, errors = [], []
-for cap, function in itertools.product((None, 2.0), (_sums, _gradient)):
-    more = (top, None, 0.7, cap, True) if function is _sums else (None, *grads, 0.7, cap, torch.bfloat16)
+for cap, function in itertools.product((None, 2.0), (exponential_sums, _gradient)):
+    more = (top, None, 0.7, cap, True) if function is exponential_sums else (None, *grads, 0.7, cap, torch.bfloat16)
     metrics.reset()
     before = logits.clone()
     fused = torch.compile(function, dynamic=True)(logits, *more)

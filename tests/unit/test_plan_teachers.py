@@ -217,6 +217,7 @@ def test_teachers_alone_are_planned_without_rewards() -> None:
 
 def test_the_plan_says_that_the_ranks_have_a_teachers_weights_already() -> None:
     own, kl = ranks(path=QWEN_8B), {"algorithm__kl": {"coefficient": 0.1}}
-    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [(own, kl), (own, {}), (ranks(), kl)]
+    moving = {"algorithm__reference": {"update_every_steps": 1, "share": 0.1}}
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [(own, kl), (own, {}), (ranks(), kl), (own, kl | moving)]
     texts = [planned(teacher, **more).summary["teacher big"] for teacher, more in cases]
-    assert ["kind: reference" in text for text in texts] == [True, False, False]
+    assert ["kind: reference" in text for text in texts] == [True, False, False, False]

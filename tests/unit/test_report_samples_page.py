@@ -193,6 +193,7 @@ def test_tokens_have_colours_and_numbers(browser: Any, one: Path) -> None:
         told = shown.inner_text(".token-told")
         assert "rollout logprob -0.5" in told
         assert "-0.01" in told
+        assert "teacher logprob -0.25" in told
         assert "·" in shown.inner_text(".token[data-index='1']")
         shown.locator(".tokens").press("ArrowRight")
         assert "token 3 of 9" in shown.inner_text(".token-told")

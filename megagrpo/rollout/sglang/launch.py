@@ -6,7 +6,8 @@ The arguments, the API key among them, come on standard input so that `ps` does 
 processes, and each runs this module's top level again: code that every process needs is called there. On CPUs they are
 forked from this process, and inherit its state.
 
-The functions below change SGLang 0.5.23, each for a reason of its own. None changes how a model computes.
+Functions below, and listen_on_loopback of ../launching.py, change SGLang 0.5.23, each for a reason of its own;
+fork_processes and those of the last section are for CPUs alone. None changes how a model computes.
 """
 
 from __future__ import annotations
