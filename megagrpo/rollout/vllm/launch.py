@@ -5,8 +5,8 @@
 The arguments, the API key among them, come on standard input so that `ps` does not show them. vLLM spawns its engine
 and its workers, and each runs this module's top level again: code that every process needs is called there.
 
-Functions below, cpu_layers.py, and listen_on_loopback of ../launching.py change vLLM 0.32, each for a reason of its own.
-None changes how a model computes.
+Functions below, cpu_layers.py and listen_on_loopback of ../launching.py change vLLM 0.32, each for a reason of its own;
+none changes how a model computes.
 """
 
 from __future__ import annotations
